@@ -1,0 +1,1 @@
+"""Benchmarks against other implementations; `python -m bench --help`."""

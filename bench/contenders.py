@@ -1,0 +1,121 @@
+"""Who is measured: this package, and peers where they are installed. Each is a function of no arguments that computes one
+call on the same data; what a peer prepares beforehand (its own cache layout, gathered keys) is not timed."""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numba_prefix as nbp
+from bench.cases import Data
+
+Run = Callable[[], Any]
+
+
+def ours(data: Data, mask_type: str = "causal", **arguments: Any) -> Run:
+    """A plan that is reused, as a network does for its layers."""
+    import torch
+
+    out = torch.full_like(data.query, float("nan"))
+    case = data.case
+    size, op = nbp.self_attention_prefix_encoder_get_workspace_size(
+        data.query, data.key, data.value, data.block_tables, arguments.pop("mask", None), case.q_len, case.kv_len,
+        arguments.pop("slopes", None), mask_type, case.head_num, case.kv_head_num, 1 / math.sqrt(case.head_size), out,
+        nbp.Context(**arguments),
+    )  # fmt: skip
+    workspace = torch.empty(size, dtype=torch.uint8)
+
+    def run() -> Any:
+        nbp.self_attention_prefix_encoder(workspace, size, op)
+        return out
+
+    return run
+
+
+def load_vllm() -> bool:
+    """vLLM's CPU operators, from $NUMBA_PREFIX_BENCH_VLLM (the wheel's _C.abi3.so) or an installed vllm package."""
+    import importlib.util
+
+    import torch
+
+    path = os.environ.get("NUMBA_PREFIX_BENCH_VLLM")
+    if not path:
+        spec = importlib.util.find_spec("vllm")
+        found = list(Path(spec.origin).parent.glob("_C*.so")) if spec and spec.origin else []
+        path = str(found[0]) if found else None
+    if not path:
+        return False
+    torch.ops.load_library(path)
+    return True
+
+
+def vllm(data: Data, isa: str, slopes: Any = None) -> Run:
+    """vLLM's paged CPU attention; its own cache layout is filled beforehand."""
+    import torch
+
+    ops, case = torch.ops._C, data.case
+    blocks, size, heads, depth = data.key.shape
+    k_cache, v_cache = (torch.zeros(blocks, heads, size, depth, dtype=data.query.dtype) for _ in range(2))
+    slots = torch.arange(blocks * size)
+    k, v = (torch.nan_to_num(x).reshape(blocks * size, heads, depth) for x in (data.key, data.value))
+    ops.cpu_attn_reshape_and_cache(k, v, k_cache, v_cache, slots, isa, 1.0, 1.0, "auto")
+    starts = torch.tensor([0, *case.q_len]).cumsum(0).int()
+    kv_len = torch.tensor(case.kv_len, dtype=torch.int32)
+    out, scale = torch.full_like(data.query, float("nan")), 1 / math.sqrt(depth)
+
+    def run() -> Any:
+        plan = ops.get_scheduler_metadata(
+            len(case.q_len),
+            case.head_num,
+            heads,
+            depth,
+            kv_len,
+            data.query.dtype,
+            starts,
+            True,
+            -1,
+            isa,
+            True,
+            None,
+            "auto",
+        )
+        ops.cpu_attention_with_kv_cache(
+            data.query, k_cache, v_cache, out, starts, kv_len, scale, True, slopes, -1, data.block_tables, 0.0, plan,
+            None, None, 1.0, 1.0, "auto",
+        )  # fmt: skip
+        return out
+
+    run()
+    return run
+
+
+def sdpa(data: Data) -> Run:
+    """PyTorch's scaled_dot_product_attention, sequence by sequence, on keys gathered beforehand."""
+    import torch
+
+    case, start, parts = data.case, 0, []
+    for b, (q_len, kv_len) in enumerate(zip(case.q_len, case.kv_len, strict=True)):
+        pages = data.block_tables[b, : -(-kv_len // case.block_size)].long()
+        k, v = (x[pages].flatten(0, 1)[:kv_len].transpose(0, 1)[None].contiguous() for x in (data.key, data.value))
+        q = data.query[start : start + q_len].transpose(0, 1)[None].contiguous()
+        start += q_len
+        visible = torch.arange(kv_len)[None] <= torch.arange(q_len)[:, None] + (kv_len - q_len)
+        parts.append((q, k, v, None if q_len == kv_len else visible))
+    attend = torch.nn.functional.scaled_dot_product_attention
+    grouped = case.head_num != case.kv_head_num
+
+    def run() -> Any:
+        done = [attend(q, k, v, attn_mask=m, is_causal=m is None, enable_gqa=grouped) for q, k, v, m in parts]
+        return done
+
+    return run
+
+
+def joined(result: Any) -> Any:
+    """A contender's result as [num_tokens, head_num, head_size]."""
+    import torch
+
+    return torch.cat([part[0].transpose(0, 1) for part in result]) if isinstance(result, list) else result

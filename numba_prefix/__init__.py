@@ -1,0 +1,33 @@
+"""numba_prefix: paged-prefix attention (Ascend ATB's SelfAttention PrefixEncoder) in Python, compiled by Numba."""
+
+from numba_prefix.front import (
+    Context,
+    Op,
+    TargetUnavailableError,
+    prefix_encoder,
+    self_attention_prefix_encoder,
+    self_attention_prefix_encoder_get_workspace_size,
+)
+from numba_prefix.masks import MaskType, alibi_mask, alibi_slopes
+from numba_prefix.paged import merge_states, reshape_and_cache
+from numba_prefix.reference import reference
+from numba_prefix.warm import warmup
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "Context",
+    "MaskType",
+    "Op",
+    "TargetUnavailableError",
+    "__version__",
+    "alibi_mask",
+    "alibi_slopes",
+    "merge_states",
+    "prefix_encoder",
+    "reference",
+    "reshape_and_cache",
+    "self_attention_prefix_encoder",
+    "self_attention_prefix_encoder_get_workspace_size",
+    "warmup",
+]

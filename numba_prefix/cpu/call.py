@@ -1,0 +1,62 @@
+"""What a kernel is told: an int64 and a float32 array, their places named here, and the layout of a worker's scratch."""
+
+from __future__ import annotations
+
+from numba_prefix.cpu.vector import COLUMN_ROW, FLOAT
+from numba_prefix.tiling import BLOCK_M, BLOCK_N, round_up
+
+# fmt: off
+(
+    # byte addresses
+    QUEUE, ARRIVALS, PARTIALS, SCRATCH, Q, K, V, TABLES, MASK, SLOPES, OUT, LSE,
+    # byte strides
+    SCRATCH_BYTES, Q_TOKEN, Q_HEAD, K_BLOCK, K_SLOT, K_HEAD, V_BLOCK, V_SLOT, V_HEAD, TABLE_ROW, TABLE_COLUMN,
+    MASK_HEAD, MASK_ROW, MASK_COLUMN, OUT_TOKEN, OUT_HEAD,
+    # counts
+    NUM_ITEMS, KV_HEAD_NUM, GROUP_SIZE, HEAD_SIZE, BLOCK_SIZE,
+    # codes
+    DTYPE, MASK_DTYPE, BIAS, IS_CAUSAL,
+    # byte offsets in a worker's scratch, and the pitch of its rows of keys and values
+    Q_T, K_ROWS, V_ROWS, S, ENTRIES, ACC, STATE, ALPHA, ROW_SLOPES, Q_POS, LAST, MASK_BASE, ROWS, KEY_LIST, VALUE_LIST, KV_LANE, PITCH,
+    CALL_LENGTH,
+) = range(55)
+# fmt: on
+
+# Places in the float32 array of factors. qk_scale's sign is multiplied into the queries (exactly): units are positive.
+QK_SCALE, UNIT, UNIT_LOG2, Q_SIGN, FACTORS_LENGTH = range(5)
+
+DTYPE_CODES = {"float16": 0, "bfloat16": 1, "float32": 2}
+FLOAT16, BFLOAT16, FLOAT32 = range(3)
+
+NO_BIAS, LINEAR, SQRT, LEFT_ALIGN, TEMPLATE_LINEAR, TEMPLATE_SQRT, TEMPLATE_LEFT_ALIGN, HEADS_MASK = range(8)
+
+
+def scratch_layout(head_size: int) -> tuple[dict[int, int], int]:
+    """Byte offsets (by the names above) of one worker's scratch and its size."""
+    depth = round_up(head_size, 16)
+    columns = BLOCK_M // 16
+    # One cache line more than the row: rows a power of two apart would share few cache sets.
+    pitch = depth * FLOAT + 64
+    sizes = {
+        Q_T: columns * depth * COLUMN_ROW,
+        K_ROWS: BLOCK_N * pitch,
+        V_ROWS: BLOCK_N * pitch,
+        S: columns * BLOCK_N * COLUMN_ROW,
+        ENTRIES: BLOCK_N * COLUMN_ROW,
+        ACC: columns * depth * COLUMN_ROW,
+        STATE: 2 * columns * COLUMN_ROW,
+        ALPHA: columns * COLUMN_ROW,
+        ROW_SLOPES: columns * COLUMN_ROW,
+        Q_POS: columns * COLUMN_ROW,
+        LAST: columns * COLUMN_ROW,
+        MASK_BASE: columns * COLUMN_ROW * 2,
+        ROWS: 16 * pitch,
+        KEY_LIST: 2 * BLOCK_N * 8,
+        VALUE_LIST: BLOCK_N * 8,
+        KV_LANE: COLUMN_ROW,
+    }
+    offsets, place = {PITCH: pitch}, 0
+    for name, size in sizes.items():
+        offsets[name] = place
+        place += size
+    return offsets, place

@@ -1,0 +1,49 @@
+"""What the host CPU can do, as Numba compiles for it."""
+
+from __future__ import annotations
+
+import functools
+import platform
+
+import llvmlite.binding as llvm
+from numba.core import config
+
+
+@functools.cache
+def features() -> frozenset[str]:
+    """LLVM feature names that code is compiled with (NUMBA_CPU_NAME and NUMBA_CPU_FEATURES are honoured)."""
+    if config.CPU_FEATURES is not None:
+        names = [f[1:] for f in config.CPU_FEATURES.split(",") if f.startswith("+")]
+        return frozenset(names)
+    return frozenset(name for name, is_on in llvm.get_host_cpu_features().items() if is_on)
+
+
+@functools.cache
+def cpu_name() -> str:
+    return config.CPU_NAME or llvm.get_host_cpu_name()
+
+
+def is_x86() -> bool:
+    return platform.machine().lower() in ("x86_64", "amd64", "i386", "i686")
+
+
+def is_arm64() -> bool:
+    return platform.machine().lower() in ("aarch64", "arm64")
+
+
+def has_half_conversion() -> bool:
+    """Whether float16 <-> float32 is an instruction; elsewhere LLVM would call a library that may not be there."""
+    return is_arm64() or (is_x86() and bool({"f16c", "avx512f"} & features()))
+
+
+def register_block() -> tuple[int, int]:
+    """(scalars, 16-lane columns) that one micro-kernel step multiplies: as many accumulators as registers allow.
+
+    AVX-512 has 32 registers of 16 lanes: 8 x 2 accumulators. AVX2 has 16 of 8 lanes: 4 x 1 takes 8, and 2 + 4 in flight.
+    NEON has 32 of 4 lanes: 4 x 1 takes 16. SSE2 has 16 of 4 lanes: 2 x 1 takes 8.
+    """
+    if is_x86():
+        if "avx512f" in features():
+            return 8, 2
+        return (4, 1) if "avx" in features() else (2, 1)
+    return 4, 1

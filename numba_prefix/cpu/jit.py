@@ -1,0 +1,48 @@
+"""All jit options of the CPU target, in one place."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from numba.core.registry import CPUDispatcher
+from numba.extending import register_jitable
+
+from numba_prefix import masks, softmax, tiling
+from numba_prefix.cpu.cache import KernelCache
+
+# error_model: an integer division is one instruction, no branch that raises. No fastmath: infinities and NaN are real here.
+# boundscheck is off whatever the environment says: indices come from the validated plan.
+DEVICE_OPTIONS = {"error_model": "numpy", "boundscheck": False}
+OPTIONS = {"nopython": True, "nogil": True, **DEVICE_OPTIONS}
+
+
+def kernel(function: Callable[..., Any]) -> Any:
+    """Compiles a kernel at its first call. NUMBA_DISABLE_JIT does not apply: there is no Python version of a kernel."""
+    dispatcher = CPUDispatcher(function, targetoptions=dict(OPTIONS))
+    dispatcher._cache = KernelCache(function.__name__)
+    return dispatcher
+
+
+def inline(function: Callable[..., Any]) -> Any:
+    """A device function: part of every kernel that calls it."""
+    return register_jitable(**DEVICE_OPTIONS, forceinline=True)(function)
+
+
+def part(function: Callable[..., Any]) -> Any:
+    """A function that kernels call, compiled once in each."""
+    return register_jitable(**DEVICE_OPTIONS)(function)
+
+
+for _rule in (
+    *(masks.last_visible, masks.is_visible, masks.linear_bias, masks.sqrt_bias, masks.left_align_bias),
+    *(masks.template_row, masks.template_shift, masks.template_linear_bias, masks.template_sqrt_bias),
+    *(masks.template_left_align_bias, masks.heads_mask_row, masks.left_align_shift),
+    masks.left_align_anchor,
+    *(softmax.running_max, softmax.shift_of, softmax.rescale, softmax.weight, softmax.normalize, softmax.log_sum_exp),
+    *(tiling.ceil_div, tiling.round_up, tiling.num_m_blocks, tiling.rows_in_tile, tiling.q_idx_of_row),
+    *(tiling.group_idx_of_row, tiling.n_end_of_rows, tiling.num_splits_of_tile, tiling.split_begin),
+    *(tiling.logical_block_of, tiling.lane_rows, tiling.partial_floats, tiling.cost_bucket),
+    tiling.fold_rows,
+):
+    inline(_rule)

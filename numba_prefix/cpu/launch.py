@@ -1,0 +1,151 @@
+"""Planning and running a problem on the CPU target."""
+
+from __future__ import annotations
+
+import functools
+import math
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from numba_prefix import tiling
+from numba_prefix.arrays import Tensor
+from numba_prefix.cpu import call as c
+from numba_prefix.cpu.features import cpu_name
+from numba_prefix.cpu.jit import kernel
+from numba_prefix.cpu.kernel import drain
+from numba_prefix.cpu.pool import run_together
+from numba_prefix.masks import MaskType
+from numba_prefix.problem import Operands, Problem
+from numba_prefix.workspace import ALIGNMENT, INT64_BYTES, Layout, workspace_layout
+
+count_work = kernel(tiling.count_work)
+fill_work = kernel(tiling.fill_work)
+
+# A helper thread costs about as much to wake as this many flops take to do: below it, a call stays on its own thread.
+FLOPS_PER_WORKER = 4e6
+# Items taken per visit to compiled code: a call returns to Python often enough for Ctrl-C to be seen within a second.
+ITEMS_PER_VISIT = 4096
+
+_BIAS = {
+    ("none", MaskType.ALIBI_COMPRESS): c.LINEAR,
+    ("none", MaskType.ALIBI_COMPRESS_SQRT): c.SQRT,
+    ("none", MaskType.ALIBI_COMPRESS_LEFT_ALIGN): c.LEFT_ALIGN,
+    ("template", MaskType.ALIBI_COMPRESS): c.TEMPLATE_LINEAR,
+    ("template", MaskType.ALIBI_COMPRESS_SQRT): c.TEMPLATE_SQRT,
+    ("template", MaskType.ALIBI_COMPRESS_LEFT_ALIGN): c.TEMPLATE_LEFT_ALIGN,
+}
+
+
+def isa_path() -> str:
+    return "vector"
+
+
+def reason() -> str:
+    return f"path {isa_path()} on {cpu_name()}"
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class CpuPlan:
+    """Everything about a run that depends neither on where the arrays are nor on what they hold."""
+
+    layout: Layout
+    sequences: NDArray[np.int64]  # [batch, SEQUENCE_COLUMNS]
+    work: NDArray[np.int64]  # [entries, WORK_COLUMNS]
+    template: NDArray[np.int64]  # [CALL_LENGTH], without addresses and strides
+    factors: NDArray[np.float32]  # [FACTORS_LENGTH]
+
+    @property
+    def workspace_bytes(self) -> int:
+        return self.layout.total_bytes
+
+
+def plan(problem: Problem, q_len: NDArray[np.int64], kv_len: NDArray[np.int64], num_threads: int) -> CpuPlan:
+    """Lengths are int64 [batch], checked."""
+    sequences = np.empty((problem.batch, tiling.SEQUENCE_COLUMNS), np.int64)
+    np.cumsum(q_len, out=sequences[:, tiling.Q_BEGIN])
+    sequences[:, tiling.Q_BEGIN] -= q_len
+    sequences[:, tiling.Q_LEN], sequences[:, tiling.KV_LEN] = q_len, kv_len
+    kv_heads, group_size = problem.kv_head_num, problem.group_size
+    is_causal = problem.mask_type is not MaskType.NONE
+    totals = np.empty(3 + tiling.COST_BUCKETS, np.int64)
+    count_work(sequences, group_size, kv_heads, problem.head_size, is_causal, totals)
+    entries, split_tiles, partial_f32 = (int(n) for n in totals[:3])
+    work = np.empty((entries, tiling.WORK_COLUMNS), np.int64)
+    fill_work(sequences, group_size, kv_heads, problem.head_size, is_causal, totals, work)
+    num_items = entries * kv_heads
+    flops = 4.0 * problem.head_size * problem.head_num * float(np.dot(q_len.astype(np.float64), kv_len))
+    num_workers = max(1, min(num_threads, num_items, int(flops / FLOPS_PER_WORKER)))
+    offsets, scratch_bytes = _scratch_layout(problem.head_size)
+    layout = workspace_layout(split_tiles * kv_heads, partial_f32 * kv_heads, scratch_bytes, num_workers, num_items)
+    template = np.zeros(c.CALL_LENGTH, np.int64)
+    for place, value in offsets.items():
+        template[place] = value
+    template[c.SCRATCH_BYTES] = layout.scratch_bytes
+    template[c.NUM_ITEMS], template[c.KV_HEAD_NUM], template[c.GROUP_SIZE] = num_items, kv_heads, group_size
+    template[c.HEAD_SIZE], template[c.BLOCK_SIZE] = problem.head_size, problem.block_size
+    template[c.DTYPE] = c.DTYPE_CODES[problem.dtype]
+    template[c.MASK_DTYPE] = c.DTYPE_CODES[problem.mask_dtype] if problem.mask_dtype else 0
+    template[c.IS_CAUSAL] = is_causal
+    heads_bias = c.HEADS_MASK if problem.mask_form == "heads" else c.NO_BIAS
+    template[c.BIAS] = _BIAS.get((problem.mask_form, problem.mask_type), heads_bias)
+    return CpuPlan(layout, sequences, work, template, _factors(problem.qk_scale, int(template[c.BIAS])))
+
+
+_scratch_layout = functools.cache(c.scratch_layout)
+
+
+def _factors(qk_scale: float, bias: int) -> NDArray[np.float32]:
+    scale = abs(qk_scale) or 1.0  # a zero is in the sign
+    factors = np.empty(c.FACTORS_LENGTH, np.float32)
+    factors[c.QK_SCALE], factors[c.Q_SIGN] = scale, np.sign(qk_scale)
+    factors[c.UNIT] = scale if bias == c.NO_BIAS else 1.0
+    factors[c.UNIT_LOG2] = (scale if bias == c.NO_BIAS else 1.0) * math.log2(math.e)
+    return factors
+
+
+def run(plan: CpuPlan, operands: Operands, out: Tensor, lse_address: int, workspace: NDArray[np.uint8]) -> None:
+    """Writes out (and lse, float32 [num_tokens, head_num], unless its address is 0). workspace: at least
+    plan.workspace_bytes, at any alignment; its contents are overwritten."""
+    layout = plan.layout
+    if layout.total_bytes == 0:
+        return
+    start = workspace.ctypes.data
+    base = tiling.round_up(start, ALIGNMENT)
+    counters = workspace[base - start : base - start + layout.partials].view(np.int64)
+    assert counters.size * INT64_BYTES == layout.partials
+    counters[:] = 0
+    call = plan.template.copy()
+    call[c.QUEUE], call[c.ARRIVALS] = base, base + layout.arrivals
+    call[c.PARTIALS], call[c.SCRATCH] = base + layout.partials, base + layout.scratch
+    _bind(call, operands, out, lse_address)
+
+    def task(worker: int) -> None:
+        while drain(call, plan.factors, plan.sequences, plan.work, worker, ITEMS_PER_VISIT):
+            pass
+
+    run_together(task, layout.num_workers)
+
+
+def _bind(call: NDArray[np.int64], operands: Operands, out: Tensor, lse_address: int) -> None:
+    """Addresses and byte strides of this run's arrays."""
+    q, k, v, table = operands.q, operands.k_cache, operands.v_cache, operands.block_tables
+    item = 4 if q.dtype == "float32" else 2
+    call[c.Q : c.LSE + 1] = (
+        *(q.address, k.address, v.address, table.address),
+        *(operands.mask.address if operands.mask else 0, operands.slopes.address if operands.slopes else 0),
+        *(out.address, lse_address),
+    )
+    call[c.Q_TOKEN : c.TABLE_COLUMN + 1] = (
+        *(q.strides[0] * item, q.strides[1] * item),
+        *(k.strides[0] * item, k.strides[1] * item, k.strides[2] * item),
+        *(v.strides[0] * item, v.strides[1] * item, v.strides[2] * item),
+        *(table.strides[0] * 4, table.strides[1] * 4),
+    )
+    call[c.OUT_TOKEN], call[c.OUT_HEAD] = out.strides[0] * item, out.strides[1] * item
+    mask = operands.mask
+    if mask is not None:
+        mask_item = 4 if mask.dtype == "float32" else 2
+        head, row, column = (0, *mask.strides) if mask.ndim == 2 else mask.strides
+        call[c.MASK_HEAD : c.MASK_COLUMN + 1] = (head * mask_item, row * mask_item, column * mask_item)

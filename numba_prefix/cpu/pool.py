@@ -1,0 +1,109 @@
+"""Threads that run a kernel together: plain Python threads around code that holds no GIL.
+
+Numba's own threading layers are left alone, because they end processes: workqueue aborts when two threads call in, and
+after a parallel region of GNU OpenMP a forked child is killed at its next one. This team works from any thread and after
+any fork, leaves no thread count or mask changed, and never waits for a helper that has not started: whoever is there does
+the work.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Callable
+
+
+class _Job:
+    """One call's work: helpers may join until it is closed, and the caller waits for those that joined."""
+
+    def __init__(self, task: Callable[[int], None]) -> None:
+        self.task = task
+        self.lock = threading.Lock()
+        self.done = threading.Lock()
+        self.done.acquire()
+        self.num_running = 0
+        self.is_closed = False
+        self.error: BaseException | None = None
+
+    def help(self, worker: int) -> None:
+        with self.lock:
+            if self.is_closed:
+                return
+            self.num_running += 1
+        try:
+            self.task(worker)
+        except BaseException as error:
+            self.error = error
+        with self.lock:
+            self.num_running -= 1
+            if self.is_closed and self.num_running == 0:
+                self.done.release()
+
+    def close(self) -> None:
+        with self.lock:
+            self.is_closed = True
+            must_wait = self.num_running > 0
+        if must_wait:
+            self.done.acquire()
+
+
+class _Helper:
+    """A sleeping thread; `wake` gives it one task, after which it goes back to the idle list."""
+
+    def __init__(self) -> None:
+        self.mail = threading.Lock()
+        self.mail.acquire()
+        self.job: _Job | None = None
+        self.worker = 0
+        threading.Thread(target=self._live, name="numba_prefix", daemon=True).start()
+
+    def wake(self, job: _Job, worker: int) -> None:
+        self.job, self.worker = job, worker
+        self.mail.release()
+
+    def _live(self) -> None:
+        while True:
+            self.mail.acquire()
+            job, self.job = self.job, None
+            if job is not None:
+                job.help(self.worker)
+            del job
+            _idle.append(self)
+
+
+_idle: list[_Helper] = []
+
+
+def _forget_helpers() -> None:
+    """In a forked child the helpers are gone."""
+    _idle.clear()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_forget_helpers)
+
+
+def run_together(task: Callable[[int], None], num_workers: int) -> None:
+    """Run task(0) here and, as far as helpers can be had in time, task(1) … task(num_workers - 1) on other threads.
+
+    The task must be correct whichever of them run. Returns when all that started have ended; raises what one raised.
+    """
+    if num_workers <= 1:
+        task(0)
+        return
+    job = _Job(task)
+    for worker in range(1, num_workers):
+        try:
+            helper = _idle.pop()
+        except IndexError:
+            try:
+                helper = _Helper()
+            except RuntimeError:  # no more threads to be had
+                break
+        helper.wake(job, worker)
+    try:
+        task(0)
+    finally:
+        job.close()
+    if job.error is not None:
+        raise job.error

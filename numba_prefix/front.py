@@ -1,0 +1,348 @@
+"""The one door: validate, choose a target, plan, run; in one call or in ATB's two phases."""
+
+from __future__ import annotations
+
+import threading
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from numba_prefix import reference as oracle
+from numba_prefix.arrays import Tensor, as_numpy, bits, contiguous_strides, describe, empty_like
+from numba_prefix.problem import Operands, Problem, check_block_ids, check_lengths, static_problem, unit_stride
+
+TARGETS = ("auto", "cpu", "cuda", "reference")
+VALIDATE = ("full", "shape")
+
+
+class TargetUnavailableError(RuntimeError):
+    """The target asked for cannot run here; nothing else was tried in its place."""
+
+
+@dataclass(frozen=True, slots=True)
+class Context:
+    """How to run, apart from what: `target` ("auto", "cpu", "cuda", "reference"), `num_threads` (CPU; None: all that the
+    process may use) and `stream` (CUDA)."""
+
+    target: str = "auto"
+    num_threads: int | None = None
+    stream: Any = None
+
+
+def prefix_encoder(
+    query: Any,
+    key: Any,
+    value: Any,
+    block_tables: Any,
+    seq_len: Any,
+    kv_seq_len: Any,
+    *,
+    mask_type: Any = "causal",
+    mask: Any = None,
+    slopes: Any = None,
+    head_num: int | None = None,
+    kv_head_num: int | None = None,
+    qk_scale: float = 1.0,
+    out: Any = None,
+    return_lse: bool = False,
+    target: str = "auto",
+    num_threads: int | None = None,
+    workspace: Any = None,
+    stream: Any = None,
+    validate: str = "full",
+) -> Any:
+    """Attention of packed variable-length queries over a paged KV cache; ATB's SelfAttention PrefixEncoder.
+
+    query         float16, bfloat16 or float32 [num_tokens, head_num, head_size] or [num_tokens, head_num * head_size]
+    key, value    as query, [num_blocks, block_size, kv_head_num, head_size] (or the last two joined): the paged cache
+    block_tables  int32 [batch, max_block_num]: physical blocks of each sequence, in order
+    seq_len       query tokens of each sequence, [batch], on the host; the last of its kv_seq_len tokens
+    kv_seq_len    total key tokens of each sequence, [batch], on the host
+    mask_type     MaskType, number or name: "causal", "none", "alibi", "alibi_sqrt", "alibi_left_align", …
+    mask          None, or ATB's ALiBi template [256, 256] or [head_num, mask_len, 128], query's dtype or float32
+    slopes        float32 [head_num], for the ALiBi kinds: the paper's positive slopes when mask is None
+    head_num      may be left out when query is 3-D
+    kv_head_num   0: head_num; None: the cache's own count if it is 4-D, else head_num
+    qk_scale      multiplies q·k before any bias (1 / sqrt(head_size) for most networks)
+    out           written and returned if given: like query
+    return_lse    also return the natural log-sum-exp of the scores, float32 [num_tokens, head_num]
+    target        "auto" (CUDA for CUDA tensors, else CPU), "cpu", "cuda", "reference" (float64 NumPy)
+    num_threads   most threads to use on the CPU; None: all that the process may use
+    workspace     a writable byte buffer of at least the size the two-phase form reports; None: one is kept per thread
+    validate      "full", or "shape" to skip the check of the block ids' values
+
+    Returns out, or (out, lse), of the caller's kind (NumPy, torch, …). Raises TypeError and ValueError naming the
+    argument, before anything is computed, and TargetUnavailableError for a target that cannot run.
+    """
+    _check_choice("validate", validate, VALIDATE)
+    problem, operands = static_problem(
+        query, key, value, block_tables, mask=mask, slopes=slopes, out=out, mask_type=mask_type,
+        head_num=head_num, kv_head_num=kv_head_num, qk_scale=qk_scale,
+    )  # fmt: skip
+    lengths = check_lengths(problem, seq_len, kv_seq_len)
+    operation = Op(problem, operands, lengths, Context(target, num_threads, stream), return_lse, validate)
+    if out is None:
+        operation._allocate_out(query)
+    operation.run(workspace)
+    return (operation.out, operation.lse) if return_lse else operation.out
+
+
+def self_attention_prefix_encoder_get_workspace_size(
+    query: Any,
+    key: Any,
+    value: Any,
+    block_tables: Any,
+    mask: Any,
+    seq_len: Any,
+    kv_seq_len: Any,
+    slopes: Any,
+    mask_type: Any,
+    head_num: int | None,
+    kv_head_num: int | None,
+    qk_scale: float,
+    attn_out: Any,
+    context: Context | None = None,
+) -> tuple[int, Op]:
+    """First phase of the two-phase form, in ATB's argument order: validate and plan.
+
+    Arguments are those of prefix_encoder; attn_out is required. Returns the exact size of the workspace in bytes and the
+    operation to run, which keeps the arrays alive.
+    """
+    problem, operands = static_problem(
+        query, key, value, block_tables, mask=mask, slopes=slopes, out=attn_out, mask_type=mask_type,
+        head_num=head_num, kv_head_num=kv_head_num, qk_scale=qk_scale,
+    )  # fmt: skip
+    if operands.out is None:
+        raise TypeError("attn_out: got None, expected an array like query")
+    operation = Op(problem, operands, check_lengths(problem, seq_len, kv_seq_len), context or Context())
+    return operation.workspace_size, operation
+
+
+def self_attention_prefix_encoder(workspace: Any, workspace_size: int, op: Op, context: Context | None = None) -> None:
+    """Second phase: run `op`, writing its attn_out.
+
+    workspace: a writable buffer (bytearray, NumPy or torch CPU array of any dtype, …) of at least workspace_size bytes, at
+    any alignment. workspace_size: what the first phase returned. A context given here has to name the same target.
+    """
+    if not isinstance(op, Op):
+        raise TypeError(f"op: got {type(op).__name__}, expected the operation that the first phase returned")
+    if isinstance(workspace_size, bool) or not isinstance(workspace_size, (int, np.integer)):
+        raise TypeError(f"workspace_size: got {type(workspace_size).__name__}, expected an int")
+    if workspace_size < op.workspace_size:
+        raise ValueError(f"workspace_size: got {workspace_size} bytes, expected at least {op.workspace_size}")
+    if context is not None and context.target not in ("auto", op.target):
+        raise ValueError(f"context: got target {context.target!r}, expected {op.target!r}, which op was planned for")
+    if workspace is None and op.workspace_size > 0:
+        raise ValueError(f"workspace: got None, expected a buffer of {op.workspace_size} bytes")
+    op.run(workspace)
+
+
+class Op:
+    """A planned operation. It can be run again, and bound to other arrays of the same shapes and dtypes: one plan serves
+    all layers of a network."""
+
+    def __init__(
+        self,
+        problem: Problem,
+        operands: Operands,
+        lengths: tuple[NDArray[np.int64], NDArray[np.int64]],
+        context: Context,
+        return_lse: bool = False,
+        validate: str = "full",
+    ) -> None:
+        self.problem = problem
+        self.lse: Any = None
+        self.target, self.reason = _choose_target(operands.q, context)
+        self._operands = operands
+        self._lengths = lengths
+        self._validate = validate
+        self._check_tables()
+        self._plan: Any = None
+        if self.target == "cpu":
+            self._plan = _cpu().plan(problem, *lengths, _num_threads(context.num_threads))
+        else:
+            _num_threads(context.num_threads)
+        self.out: Any = operands.out.owner if operands.out is not None else None
+        if return_lse:
+            self.lse = empty_like(operands.q, (problem.num_tokens, problem.head_num), "float32")
+
+    @property
+    def workspace_size(self) -> int:
+        """Bytes that a run needs, exactly."""
+        return self._plan.workspace_bytes if self._plan is not None else 0
+
+    def run(self, workspace: Any = None) -> None:
+        """Compute, writing out. workspace None: a buffer kept for the calling thread."""
+        buffer = _workspace(workspace, self.workspace_size)
+        dense = self._dense_operands()
+        out = self._operands.out
+        assert out is not None
+        target = unit_stride(out)
+        lse = None if self.lse is None else describe(self.lse, "lse")
+        if self.target == "cpu":
+            _cpu().run(self._plan, dense, target, lse.address if lse else 0, buffer)
+        else:
+            _run_reference(self.problem, dense, self._lengths, target, lse)
+        if target is not out:
+            bits(out)[...] = bits(target)
+
+    def rebind(
+        self,
+        *,
+        query: Any = None,
+        key: Any = None,
+        value: Any = None,
+        block_tables: Any = None,
+        mask: Any = None,
+        slopes: Any = None,
+        attn_out: Any = None,
+    ) -> Op:
+        """Take other arrays for the next run, of the same shapes, dtypes and device; those left out stay. Returns self.
+
+        Raises TypeError and ValueError as planning did; block ids are checked when a new table is given."""
+        old = self._operands
+        kept = {"q": query, "k_cache": key, "v_cache": value, "block_tables": block_tables, "mask": mask}
+        kept |= {"slopes": slopes, "out": attn_out}
+        given = {
+            name: new if new is not None else (part.owner if (part := getattr(old, name)) is not None else None)
+            for name, new in kept.items()
+        }
+        problem, operands = static_problem(
+            given["q"], given["k_cache"], given["v_cache"], given["block_tables"], mask=given["mask"],
+            slopes=given["slopes"], out=given["out"], mask_type=self.problem.mask_type, head_num=self.problem.head_num,
+            kv_head_num=self.problem.kv_head_num, qk_scale=self.problem.qk_scale,
+        )  # fmt: skip
+        if replace(problem, num_blocks=0) != replace(self.problem, num_blocks=0) or operands.q.device != old.q.device:
+            raise ValueError(f"rebind: got {problem}, expected what was planned: {self.problem}")
+        self.problem, self._operands = problem, operands
+        self.out = operands.out.owner if operands.out is not None else None
+        if block_tables is not None or key is not None:
+            self._check_tables()
+        return self
+
+    def _allocate_out(self, query: Any) -> None:
+        q = self._operands.q
+        shape = tuple(query.shape)
+        self.out = empty_like(q, shape, q.dtype)
+        made = describe(self.out, "out")
+        dense = replace(made, shape=q.shape, strides=contiguous_strides(q.shape))
+        self._operands = replace(self._operands, out=dense)
+
+    def _check_tables(self) -> None:
+        if self._validate == "full":
+            check_block_ids(self.problem, self._operands.block_tables, *self._lengths)
+
+    def _dense_operands(self) -> Operands:
+        o = self._operands
+        dense = (o.q, o.k_cache, o.v_cache, o.slopes)
+        if all(t is None or t.shape[-1] == 1 or t.strides[-1] == 1 for t in dense):
+            return o
+        slopes = unit_stride(o.slopes) if o.slopes is not None else None
+        return replace(
+            o, q=unit_stride(o.q), k_cache=unit_stride(o.k_cache), v_cache=unit_stride(o.v_cache), slopes=slopes
+        )
+
+
+def _cpu() -> Any:
+    """The CPU target, imported at its first use: it brings Numba, `import numba_prefix` does not."""
+    from numba_prefix.cpu import launch
+
+    return launch
+
+
+def _check_choice(name: str, given: Any, accepted: tuple[str, ...]) -> None:
+    if not isinstance(given, str):
+        raise TypeError(f"{name}: got {type(given).__name__}, expected one of {', '.join(map(repr, accepted))}")
+    if given not in accepted:
+        raise ValueError(f"{name}: got {given!r}, expected one of {', '.join(map(repr, accepted))}")
+
+
+def _choose_target(q: Tensor, context: Context) -> tuple[str, str]:
+    """(target, why); an explicit target that cannot run raises."""
+    _check_choice("target", context.target, TARGETS)
+    target = context.target
+    if target == "auto":
+        target = "cpu" if q.device == "cpu" else "cuda"
+    if target == "cuda":
+        raise TargetUnavailableError("target: got 'cuda', expected 'cpu' or 'reference': there are no CUDA kernels yet")
+    if q.device != "cpu":
+        raise ValueError(f"query: got memory on {q.device}, expected CPU memory for target {target!r}")
+    if context.stream is not None:
+        raise ValueError(f"stream: got {context.stream!r}, expected None for target {target!r}")
+    chosen = "asked for" if context.target == target else "query is in CPU memory"
+    how = _cpu().reason() if target == "cpu" else "float64 NumPy"
+    return target, f"{chosen}; {how}"
+
+
+def _num_threads(given: Any) -> int:
+    if given is None:
+        from numba_prefix.cpu.threads import default_num_threads
+
+        return default_num_threads()
+    if isinstance(given, bool) or not isinstance(given, (int, np.integer)):
+        raise TypeError(f"num_threads: got {type(given).__name__}, expected an int or None")
+    if given < 1:
+        raise ValueError(f"num_threads: got {given}, expected at least 1")
+    return int(given)
+
+
+_kept = threading.local()
+KEPT_WORKSPACE_BYTES = 64 << 20  # larger ones are not kept after the call
+
+
+def _workspace(given: Any, size: int) -> NDArray[np.uint8]:
+    """A writable uint8 view of at least `size` bytes."""
+    if given is None:
+        buffer: NDArray[np.uint8] | None = getattr(_kept, "buffer", None)
+        if buffer is None or buffer.nbytes < size:
+            buffer = np.empty(size, np.uint8)
+            if size <= KEPT_WORKSPACE_BYTES:
+                _kept.buffer = buffer
+        return buffer
+    view = _bytes_of(given)
+    if view.nbytes < size:
+        raise ValueError(f"workspace: got {view.nbytes} bytes, expected at least {size}")
+    return view
+
+
+def _bytes_of(given: Any) -> NDArray[np.uint8]:
+    expected = "a writable contiguous buffer in CPU memory"
+    if isinstance(given, (bytearray, memoryview)):
+        if memoryview(given).readonly or not memoryview(given).c_contiguous:
+            raise ValueError(f"workspace: got a read-only or strided {type(given).__name__}, expected {expected}")
+        return np.frombuffer(given, np.uint8)
+    if isinstance(given, bytes):
+        raise ValueError(f"workspace: got bytes, which are read-only, expected {expected}")
+    t = describe(given, "workspace")
+    if t.device != "cpu" or not t.is_writable:
+        raise ValueError(f"workspace: got {'read-only memory' if t.device == 'cpu' else t.device}, expected {expected}")
+    view = as_numpy(t)
+    if not view.flags.c_contiguous:
+        raise ValueError(f"workspace: got an array with strides {t.strides}, expected {expected}")
+    return view.reshape(-1).view(np.uint8)
+
+
+def _run_reference(
+    problem: Problem,
+    operands: Operands,
+    lengths: tuple[NDArray[np.int64], NDArray[np.int64]],
+    out: Tensor,
+    lse: Tensor | None,
+) -> None:
+    """The oracle's float64 result, rounded to out's dtype."""
+    o = operands
+    result, log_sums = oracle.reference(
+        *(as_numpy(t) for t in (o.q, o.k_cache, o.v_cache, o.block_tables)),
+        *lengths,
+        mask_type=problem.mask_type,
+        mask=None if o.mask is None else as_numpy(o.mask),
+        slopes=None if o.slopes is None else as_numpy(o.slopes),
+        qk_scale=problem.qk_scale,
+        return_lse=True,
+    )
+    with np.errstate(over="ignore", invalid="ignore"):
+        as_numpy(replace(out, is_writable=True))[...] = result
+        if lse is not None:
+            as_numpy(lse)[...] = log_sums

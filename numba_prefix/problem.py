@@ -1,0 +1,486 @@
+"""What is to be computed: frozen shapes, dtypes, scale and mask kind, and the validators of every argument.
+
+Every message reads "<argument>: got <what>, expected <what>": TypeError for a wrong type or dtype, ValueError for a
+wrong value or shape. static_problem looks at arrays, check_lengths at the host-side lengths, check_block_ids at the
+entries of block tables.
+"""
+
+from __future__ import annotations
+
+import math
+import operator
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from numba_prefix.arrays import (
+    Tensor,
+    as_numpy,
+    bits,
+    contiguous_strides,
+    describe,
+    overlaps,
+)
+from numba_prefix.masks import MaskType
+
+FLOAT_DTYPES = ("float16", "bfloat16", "float32")
+MAX_HEAD_SIZE = 256
+MAX_QK_SCALE = 2.3e38  # qk_scale * log2(e) has to stay finite in float32
+INT32_MIN, INT32_MAX = -(2**31), 2**31 - 1
+TEMPLATE_SHAPE = (256, 256)
+NORM_TEMPLATE_SHAPE = (128, 128)
+HEADS_MASK_COLUMNS = 128
+
+_INTEGER_DTYPES = ("int8", "uint8", "int16", "uint16", "int32", "uint32", "int64", "uint64")
+
+
+@dataclass(frozen=True, slots=True)
+class Problem:
+    """Everything a plan depends on apart from the lengths and the arrays' places in memory."""
+
+    dtype: str  # of query, key, value and the output
+    num_tokens: int
+    batch: int
+    head_num: int
+    kv_head_num: int
+    head_size: int
+    num_blocks: int
+    block_size: int
+    max_block_num: int
+    mask_type: MaskType
+    mask_form: str  # "none", "template" ([256, 256]) or "heads" ([head_num, mask_len, 128])
+    mask_dtype: str | None
+    mask_len: int  # 0 unless mask_form is "heads"
+    has_slopes: bool  # False also where slopes were given but don't enter ("heads")
+    qk_scale: float
+
+    @property
+    def group_size(self) -> int:
+        """Query heads per kv head."""
+        return self.head_num // self.kv_head_num
+
+
+_problem = lru_cache(maxsize=256)(Problem)
+
+
+@dataclass(frozen=True, slots=True)
+class Operands:
+    """The arrays of a Problem, brought to one number of axes by their strides alone."""
+
+    q: Tensor  # [num_tokens, head_num, head_size]
+    k_cache: Tensor  # [num_blocks, block_size, kv_head_num, head_size]
+    v_cache: Tensor  # [num_blocks, block_size, kv_head_num, head_size]
+    block_tables: Tensor  # int32 [batch, max_block_num]; owner is the caller's table, of whatever integer type
+    mask: Tensor | None  # None unless the kernel reads it
+    slopes: Tensor | None  # float32 [head_num]; None unless the kernel reads them; host memory for a list of numbers
+    out: Tensor | None  # [num_tokens, head_num, head_size]
+
+
+def static_problem(
+    query: Any,
+    key: Any,
+    value: Any,
+    block_tables: Any,
+    *,
+    mask: Any = None,
+    slopes: Any = None,
+    out: Any = None,
+    mask_type: Any = "causal",
+    head_num: Any = None,
+    kv_head_num: Any = None,
+    qk_scale: Any = 1.0,
+) -> tuple[Problem, Operands]:
+    """Check everything that needs no array's values (but the slopes'), and describe it.
+
+    query: float16, bfloat16 or float32 [num_tokens, head_num * head_size] or [num_tokens, head_num, head_size].
+    key, value: as query, [num_blocks, block_size, kv_head_num * head_size] or [..., kv_head_num, head_size].
+    block_tables: integers [batch, max_block_num]; other types than int32 are copied to int32, clipping misfits.
+    mask: query's dtype or float32, [256, 256] or [head_num, mask_len, 128] for an ALiBi kind; [128, 128] (never read)
+    for CAUSAL_MASK. slopes: float32 [head_num] array, or a list or tuple of numbers; on query's device or on the host.
+    out: writable, as query, sharing no memory with an input. Raises TypeError and ValueError.
+    """
+    kind = mask_type if type(mask_type) is MaskType else MaskType.parse(mask_type)
+    scale = _qk_scale(qk_scale)
+    q = describe(query, "query")
+    k_cache, v_cache = describe(key, "key"), describe(value, "value")
+    if q.dtype not in FLOAT_DTYPES:
+        raise TypeError(f"query: got dtype {q.dtype}, expected {', '.join(FLOAT_DTYPES)}")
+    _like_query(k_cache, q)
+    _like_query(v_cache, q)
+    heads, kv_heads, head_size, num_blocks, block_size = _sizes(
+        q.shape,
+        k_cache.shape,
+        v_cache.shape,
+        None if head_num is None else _count(head_num, "head_num"),
+        None if kv_head_num is None else _count(kv_head_num, "kv_head_num"),
+    )
+    table = _block_tables(describe(block_tables, "block_tables"), q.device)
+    form, mask_t = ("none", None) if mask is None else _mask(describe(mask, "mask"), q, heads, kind)
+    slopes_t = None
+    if slopes is not None or (kind.is_alibi and mask is None):
+        slopes_t = _slopes(slopes, q.device, heads, kind, is_positive=mask is None)
+    if form == "heads":
+        slopes_t = None
+    out_t = None if out is None else _out(describe(out, "out"), q, (q, k_cache, v_cache, table, mask_t, slopes_t))
+    problem = _problem(
+        q.dtype, q.shape[0], table.shape[0], heads, kv_heads, head_size, num_blocks, block_size, table.shape[1],
+        kind, form, None if mask_t is None else mask_t.dtype, mask_t.shape[1] if mask_t and form == "heads" else 0,
+        slopes_t is not None, scale,
+    )  # fmt: skip
+    operands = Operands(
+        _split_last_axis(q, heads, head_size) if len(q.shape) == 2 else q,
+        _split_last_axis(k_cache, kv_heads, head_size) if len(k_cache.shape) == 3 else k_cache,
+        _split_last_axis(v_cache, kv_heads, head_size) if len(v_cache.shape) == 3 else v_cache,
+        table,
+        mask_t,
+        slopes_t,
+        _split_last_axis(out_t, heads, head_size) if out_t is not None and len(out_t.shape) == 2 else out_t,
+    )
+    return problem, operands
+
+
+def check_lengths(problem: Problem, seq_len: Any, kv_seq_len: Any) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    """int64 [batch] each: query tokens and total key tokens of every sequence, checked against the problem.
+
+    Takes lists, tuples, NumPy arrays and CPU tensors of any integer type, [batch]. A sequence without query tokens may
+    have any kv_seq_len >= 0. Raises TypeError (bool, float, GPU memory) and ValueError, naming the sequence.
+    """
+    q_len = _host_lengths(seq_len, "seq_len", problem.batch)
+    kv_len = _host_lengths(kv_seq_len, "kv_seq_len", problem.batch)
+    limit = min(_capacity(problem), INT32_MAX)
+    if problem.mask_form == "heads":
+        limit = min(limit, problem.mask_len)
+    # One sign bit for every bound: 0 <= q_len <= kv_len <= limit.
+    if np.count_nonzero((q_len | kv_len | (kv_len - q_len) | (limit - kv_len)) < 0):
+        _check_each_length(problem, q_len, kv_len, limit)
+    total = int(np.add.reduce(q_len))
+    if total != problem.num_tokens:
+        raise ValueError(f"seq_len: got lengths that sum to {total}, expected {problem.num_tokens} (query's tokens)")
+    return q_len, kv_len
+
+
+def check_block_ids(
+    problem: Problem, block_tables: Tensor, q_len: NDArray[np.int64], kv_len: NDArray[np.int64]
+) -> None:
+    """Raise bad_block_error for the first block id that would be read and names no block. The table is on the CPU.
+
+    Lengths as check_lengths returns them. Entries past ceil(kv_len / block_size) are not looked at.
+    """
+    num_read = np.where(q_len > 0, -(-kv_len // problem.block_size), 0)
+    width = int(num_read.max(initial=0))
+    table = as_numpy(block_tables)[:, :width]
+    is_bad = (table < 0) | (table >= problem.num_blocks)
+    if not np.count_nonzero(is_bad):
+        return
+    is_bad &= np.arange(width) < num_read[:, None]
+    if np.count_nonzero(is_bad):
+        raise bad_block_error(problem, block_tables, *divmod(int(is_bad.argmax()), width))
+
+
+def bad_block_error(problem: Problem, block_tables: Tensor, sequence: int, column: int) -> ValueError:
+    """The error of a block id that names no block, with the value as the caller wrote it."""
+    try:
+        value = int(block_tables.owner[sequence, column])
+    except (TypeError, IndexError, NotImplementedError):  # a DLPack object that can't be indexed
+        value = int(as_numpy(block_tables)[sequence, column])
+    expected = f"0 to {problem.num_blocks - 1}" if problem.num_blocks else "none at all, the cache has no blocks"
+    return ValueError(f"block_tables: got block {value} for sequence {sequence}, column {column}, expected {expected}")
+
+
+def unit_stride(t: Tensor) -> Tensor:
+    """`t` itself if its last axis is dense, else described anew over a dense private copy of its present values.
+
+    Raises ValueError for memory on a GPU that belongs to neither torch nor an object with `copy(order="C")`.
+    """
+    if t.strides[-1] == 1 or t.shape[-1] == 1 or 0 in t.shape:
+        return t
+    if t.device == "cpu":
+        copy: Any = np.ascontiguousarray(bits(t))
+        address = copy.ctypes.data
+    elif t.kind == "torch":
+        copy = (t.owner if t.keeper is None else t.keeper).detach().contiguous()
+        address = copy.data_ptr()
+    else:
+        try:
+            copy = describe(t.owner.copy(order="C"), t.name)
+        except (AttributeError, TypeError) as error:
+            raise ValueError(f"{t.name}: got stride {t.strides[-1]} on the last axis, expected 1") from error
+        address = copy.address
+    strides = contiguous_strides(t.shape)
+    return Tensor(t.name, t.owner, t.kind, address, t.dtype, t.shape, strides, t.device, False, copy)
+
+
+def _qk_scale(value: Any) -> float:
+    if type(value) is not float:
+        if isinstance(value, bool) or not isinstance(value, (int, float, np.integer, np.floating)):
+            raise TypeError(f"qk_scale: got {type(value).__name__}, expected a real number")
+        try:
+            value = float(value)
+        except OverflowError:
+            value = math.inf
+    if not abs(value) <= MAX_QK_SCALE:
+        raise ValueError(f"qk_scale: got {value}, expected a finite number of magnitude at most {MAX_QK_SCALE}")
+    return float(value)
+
+
+def _count(value: Any, name: str) -> int:
+    if type(value) is int:
+        return value
+    if isinstance(value, bool) or not isinstance(value, (int, np.integer)):
+        raise TypeError(f"{name}: got {type(value).__name__}, expected an int")
+    return operator.index(value)
+
+
+def _like_query(t: Tensor, q: Tensor) -> None:
+    if t.dtype != q.dtype:
+        raise TypeError(f"{t.name}: got dtype {t.dtype}, expected {q.dtype} (query's)")
+    if t.device != q.device:
+        raise ValueError(f"{t.name}: got an array on {t.device}, expected one on {q.device} (query's device)")
+
+
+@lru_cache(maxsize=1024)
+def _sizes(
+    q_shape: tuple[int, ...],
+    k_shape: tuple[int, ...],
+    v_shape: tuple[int, ...],
+    head_num: int | None,
+    kv_head_num: int | None,
+) -> tuple[int, int, int, int, int]:
+    """head_num, kv_head_num, head_size, num_blocks, block_size."""
+    heads, head_size = _query_heads(q_shape, head_num)
+    if kv_head_num is None and len(k_shape) == 4:
+        kv_heads = k_shape[2]
+        if kv_heads < 1:
+            raise ValueError(f"key: got shape {k_shape}, expected at least one head")
+    else:
+        kv_heads = kv_head_num or heads
+    if kv_heads < 1 or heads % kv_heads:
+        raise ValueError(f"kv_head_num: got {kv_heads}, expected a divisor of head_num {heads}")
+    for name, shape in (("key", k_shape), ("value", v_shape)):
+        if shape[2:] not in ((kv_heads * head_size,), (kv_heads, head_size)) or shape[1] < 1:
+            raise ValueError(
+                f"{name}: got shape {shape}, expected [numBlocks, block_size, {kv_heads * head_size}] or "
+                f"[numBlocks, block_size, {kv_heads}, {head_size}] (kv_head_num {kv_heads}, head size {head_size}) "
+                "with block_size at least 1"
+            )
+    if v_shape[:2] != k_shape[:2]:
+        raise ValueError(f"value: got shape {v_shape}, expected {k_shape[0]} blocks of {k_shape[1]} tokens (key's)")
+    if max(k_shape[:2]) > INT32_MAX:
+        raise ValueError(f"key: got shape {k_shape}, expected at most {INT32_MAX} blocks and tokens per block")
+    return heads, kv_heads, head_size, k_shape[0], k_shape[1]
+
+
+def _query_heads(shape: tuple[int, ...], heads: int | None) -> tuple[int, int]:
+    """head_num and head_size."""
+    if heads is not None and heads < 1:
+        raise ValueError(f"head_num: got {heads}, expected at least 1")
+    if len(shape) == 3:
+        if heads not in (None, shape[1]):
+            raise ValueError(f"head_num: got {heads}, expected {shape[1]} (query has shape {shape})")
+        heads, head_size = shape[1:]
+        if heads < 1:
+            raise ValueError(f"query: got shape {shape}, expected at least one head")
+    elif len(shape) == 2:
+        if heads is None:
+            raise ValueError(f"head_num: got None, expected an int, since query is 2-D (shape {shape})")
+        head_size, rest = divmod(shape[1], heads)
+        if rest:
+            raise ValueError(f"query: got {shape[1]} columns, expected a multiple of head_num {heads}")
+    else:
+        expected = "[nTokens, head_num*head_size] or [nTokens, head_num, head_size]"
+        raise ValueError(f"query: got shape {shape}, expected {expected}")
+    if not 1 <= head_size <= MAX_HEAD_SIZE:
+        raise ValueError(f"query: got head size {head_size}, expected 1 to {MAX_HEAD_SIZE}")
+    return heads, head_size
+
+
+def _split_last_axis(t: Tensor, heads: int, head_size: int) -> Tensor:
+    step = t.strides[-1]
+    shape = (*t.shape[:-1], heads, head_size)
+    strides = (*t.strides[:-1], head_size * step, step)
+    return Tensor(t.name, t.owner, t.kind, t.address, t.dtype, shape, strides, t.device, t.is_writable, t.keeper)
+
+
+def _block_tables(t: Tensor, device: str) -> Tensor:
+    if t.dtype not in _INTEGER_DTYPES:
+        raise TypeError(f"block_tables: got dtype {t.dtype}, expected int32 or another integer dtype")
+    if t.ndim != 2:
+        raise ValueError(f"block_tables: got shape {t.shape}, expected [batch, maxBlockNum]")
+    if t.device != device:
+        raise ValueError(f"block_tables: got an array on {t.device}, expected one on {device} (query's device)")
+    return t if t.dtype == "int32" else _clip_to_int32(t)
+
+
+def _clip_to_int32(t: Tensor) -> Tensor:
+    """A table of another integer type as int32. What doesn't fit becomes an id that is out of range for any cache."""
+    if t.device == "cpu":
+        source = as_numpy(t)
+        info = np.iinfo(source.dtype)
+        copy: Any = np.empty(t.shape, np.int32)
+        np.clip(source, max(info.min, INT32_MIN), min(info.max, INT32_MAX), out=copy, casting="unsafe")
+        address = copy.ctypes.data
+    elif t.kind == "torch" and not t.dtype.startswith("uint"):
+        wide = t.owner.long().clamp(INT32_MIN, INT32_MAX)
+        copy = wide.int().contiguous()
+        address = copy.data_ptr()
+    else:
+        raise TypeError(f"block_tables: got dtype {t.dtype} on {t.device}, expected int32")
+    strides = contiguous_strides(t.shape)
+    return Tensor(t.name, t.owner, t.kind, address, "int32", t.shape, strides, t.device, False, copy)
+
+
+def _mask(t: Tensor, q: Tensor, heads: int, kind: MaskType) -> tuple[str, Tensor | None]:
+    """The mask's form, and the mask if it is to be read."""
+    if kind is MaskType.NONE:
+        raise ValueError(f"mask: got an array of shape {t.shape}, expected None with mask_type NONE")
+    if t.dtype not in (q.dtype, "float32"):
+        expected = q.dtype if q.dtype == "float32" else f"{q.dtype} (query's) or float32"
+        raise TypeError(f"mask: got dtype {t.dtype}, expected {expected}")
+    if kind is MaskType.CAUSAL_MASK:
+        if t.shape != NORM_TEMPLATE_SHAPE:
+            raise ValueError(f"mask: got shape {t.shape}, expected None or (128, 128) with mask_type CAUSAL_MASK")
+        return "none", None
+    if t.device != q.device:
+        raise ValueError(f"mask: got an array on {t.device}, expected one on {q.device} (query's device)")
+    if t.shape == TEMPLATE_SHAPE:
+        return "template", t
+    if t.ndim == 3 and t.shape[0] == heads and t.shape[2] == HEADS_MASK_COLUMNS:
+        return "heads", t
+    raise ValueError(f"mask: got shape {t.shape}, expected (256, 256) or ({heads}, maskLen, {HEADS_MASK_COLUMNS})")
+
+
+def _slopes(slopes: Any, device: str, heads: int, kind: MaskType, *, is_positive: bool) -> Tensor:
+    if slopes is None:
+        raise ValueError(f"slopes: got None, expected float32 [{heads}] with mask_type {kind.name} and no mask")
+    if not kind.is_alibi:
+        raise ValueError(f"slopes: got slopes, expected None with mask_type {kind.name} (only ALiBi kinds use them)")
+    t = describe(_slopes_array(slopes) if isinstance(slopes, (list, tuple)) else slopes, "slopes")
+    if t.dtype != "float32":
+        raise TypeError(f"slopes: got dtype {t.dtype}, expected float32")
+    if t.shape != (heads,):
+        raise ValueError(f"slopes: got shape {t.shape}, expected ({heads},), one per query head")
+    if t.device not in (device, "cpu"):
+        raise ValueError(f"slopes: got an array on {t.device}, expected one on {device} (query's device) or on the CPU")
+    values = _slope_values(t)
+    if not all(map(math.isfinite, values)):
+        head, value = next((h, v) for h, v in enumerate(values) if not math.isfinite(v))
+        raise ValueError(f"slopes: got {value} for head {head}, expected finite numbers")
+    if is_positive and min(values) < 0:
+        head, value = next((h, v) for h, v in enumerate(values) if v < 0)
+        raise ValueError(
+            f"slopes: got {value} for head {head}, expected numbers >= 0: without a mask these are the paper's "
+            "positive slopes, which the kernel negates"
+        )
+    return t
+
+
+def _slopes_array(slopes: list[Any] | tuple[Any, ...]) -> NDArray[np.float32]:
+    for head, slope in enumerate(slopes):
+        if isinstance(slope, bool) or not isinstance(slope, (int, float, np.integer, np.floating)):
+            raise TypeError(f"slopes: got {type(slope).__name__} for head {head}, expected a real number")
+    with np.errstate(over="ignore"):
+        try:
+            return np.array(slopes, np.float64).astype(np.float32)
+        except OverflowError:
+            raise ValueError("slopes: got an integer too large for float32, expected finite numbers") from None
+
+
+def _slope_values(t: Tensor) -> list[float]:
+    """The slopes' values; for slopes on a GPU this waits for the device."""
+    if t.device == "cpu":
+        return list(as_numpy(t).tolist())
+    read = getattr(t.owner, "tolist", None) or getattr(t.owner, "copy_to_host", None)
+    if read is None:
+        raise TypeError(f"slopes: got {type(t.owner).__name__} on {t.device}, expected slopes on the CPU")
+    return [float(v) for v in read()]
+
+
+def _out(t: Tensor, q: Tensor, inputs: tuple[Tensor | None, ...]) -> Tensor:
+    _like_query(t, q)
+    if t.shape != q.shape:
+        raise ValueError(f"out: got shape {t.shape}, expected {q.shape} (query's)")
+    if t.is_copy:
+        raise ValueError("out: got a misaligned array, expected elements at multiples of their size")
+    if not t.is_writable:
+        raise ValueError("out: got a read-only array, expected a writable one")
+    if 0 in t.strides and 0 not in t.shape and any(n > 1 for s, n in zip(t.strides, t.shape, strict=True) if s == 0):
+        raise ValueError(f"out: got strides {t.strides}, expected an array whose elements don't share memory")
+    for other in inputs:
+        if other is not None and overlaps(t, other):
+            raise ValueError(f"out: got memory shared with {other.name}, expected memory of its own")
+    return t
+
+
+def _capacity(problem: Problem) -> int:
+    """Key tokens that a row of block_tables can name."""
+    return problem.max_block_num * problem.block_size
+
+
+def _host_lengths(lengths: Any, name: str, batch: int) -> NDArray[np.int64]:
+    """int64 [batch], not yet checked apart from values that int64 can't hold."""
+    if isinstance(lengths, (list, tuple)):
+        source = _listed_lengths(lengths, name)
+    elif isinstance(lengths, (bool, int, float, np.generic)):
+        raise TypeError(f"{name}: got {type(lengths).__name__}, expected a list or array of {batch} integers")
+    elif type(lengths) is np.ndarray and lengths.dtype.kind in "iu":
+        source = lengths
+    else:
+        t = describe(lengths, name)
+        if t.device != "cpu":
+            raise TypeError(f"{name}: got one on {t.device}, expected host-side lengths (list, NumPy, CPU tensor)")
+        if t.dtype not in _INTEGER_DTYPES:
+            raise TypeError(f"{name}: got dtype {t.dtype}, expected an integer dtype")
+        source = t.owner.numpy() if t.kind == "torch" else as_numpy(t)
+    if source.shape != (batch,):
+        raise ValueError(f"{name}: got shape {source.shape}, expected ({batch},), one per row of block_tables")
+    if source.dtype == np.uint64 and np.any(source > INT32_MAX):
+        b = int((source > INT32_MAX).argmax())
+        raise _length_error(name, source[b], b)
+    return source.astype(np.int64)
+
+
+def _listed_lengths(lengths: list[Any] | tuple[Any, ...], name: str) -> NDArray[Any]:
+    if set(map(type, lengths)) - {int}:
+        lengths = [_length(value, name, b) for b, value in enumerate(lengths)]
+    try:
+        return np.array(lengths, np.int64)
+    except OverflowError:
+        b, value = next((b, v) for b, v in enumerate(lengths) if not 0 <= v <= INT32_MAX)
+        raise _length_error(name, value, b) from None
+
+
+def _length(value: Any, name: str, sequence: int) -> int:
+    dtype = str(getattr(value, "dtype", type(value).__name__))
+    if "bool" not in dtype:
+        try:
+            return operator.index(value)
+        except TypeError:
+            pass
+    raise TypeError(f"{name}: got {dtype} for sequence {sequence}, expected an integer")
+
+
+def _length_error(name: str, value: Any, sequence: int) -> ValueError:
+    return ValueError(f"{name}: got {value} for sequence {sequence}, expected 0 to {INT32_MAX}")
+
+
+def _check_each_length(problem: Problem, q_len: NDArray[np.int64], kv_len: NDArray[np.int64], limit: int) -> None:
+    """Raise for the first length that is out of bounds; sequences without query tokens have no upper bound."""
+    for name, lengths in (("seq_len", q_len), ("kv_seq_len", kv_len)):
+        is_bad = (lengths < 0) | (lengths > INT32_MAX)
+        if is_bad.any():
+            b = int(is_bad.argmax())
+            raise _length_error(name, lengths[b], b)
+    is_bad = (q_len > 0) & ((kv_len < q_len) | (kv_len > limit))
+    if not is_bad.any():
+        return
+    b = int(is_bad.argmax())
+    q, kv, capacity = int(q_len[b]), int(kv_len[b]), _capacity(problem)
+    if kv < q:
+        raise ValueError(f"kv_seq_len: got {kv} for sequence {b}, expected at least its seq_len {q}")
+    if kv > capacity:
+        blocks = f"{problem.max_block_num} blocks of {problem.block_size} in its row of block_tables"
+        raise ValueError(f"kv_seq_len: got {kv} for sequence {b}, expected at most {capacity} ({blocks})")
+    raise ValueError(f"mask: got maskLen {problem.mask_len}, expected at least {kv} (kv_seq_len of sequence {b})")

@@ -1,0 +1,162 @@
+"""How the work is cut: tiles, key ranges, page lookup, split keys and the work list. Pure integers, shared by all targets.
+
+A tile is up to BLOCK_M rows of one sequence and one kv head. Its rows are numbered through (query token, head of the group):
+row = q_idx * group_size + group_idx, so that all heads that read the same keys share them. A tile walks its keys BLOCK_N at
+a time. Everything here depends on one sequence alone, never on batch mates or threads, so that results do not either.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+BLOCK_M = 64
+BLOCK_N = 64
+
+# Keys are split across work items until a sequence alone gives this many items, but never below MIN_SPLIT_KEYS a split.
+MIN_SEQUENCE_ITEMS = 64
+MIN_SPLIT_KEYS = 1024
+
+# Columns of the work list
+SEQUENCE, M_BLOCK, SPLIT_IDX, NUM_SPLITS, N_BEGIN, N_END, SPLIT_TILE, PARTIAL_OFFSET = range(8)
+WORK_COLUMNS = 8
+
+# Columns of the sequence table
+Q_BEGIN, Q_LEN, KV_LEN = range(3)
+SEQUENCE_COLUMNS = 3
+
+COST_BUCKETS = 256  # eight to a doubling of the cost
+
+
+# A sequence of up to this many rows is not worth a tile of 16 lanes a row: see fold_rows.
+MAX_FOLD_ROWS = 8
+
+
+def ceil_div(a: Any, b: Any) -> Any:
+    return (a + b - 1) // b
+
+
+def round_up(a: Any, b: Any) -> Any:
+    return ceil_div(a, b) * b
+
+
+def num_m_blocks(q_len: Any, group_size: Any) -> Any:
+    return ceil_div(q_len * group_size, BLOCK_M)
+
+
+def rows_in_tile(q_len: Any, group_size: Any, m_block: Any) -> Any:
+    return min(BLOCK_M, q_len * group_size - m_block * BLOCK_M)
+
+
+def fold_rows(q_len: Any, group_size: Any, head_size: Any) -> Any:
+    """Rows that a sequence's few rows are padded to (1, 4 or 8) where lanes run along the head instead of along the rows,
+    or 0: the sequence has too many rows, or heads that are no whole vectors."""
+    rows = q_len * group_size
+    if rows > MAX_FOLD_ROWS or head_size % 16 != 0:
+        return 0
+    return 1 if rows == 1 else 4 if rows <= 4 else 8
+
+
+def q_idx_of_row(row: Any, group_size: Any) -> Any:
+    return row // group_size
+
+
+def group_idx_of_row(row: Any, group_size: Any) -> Any:
+    return row % group_size
+
+
+def n_end_of_rows(is_causal: Any, last_row: Any, group_size: Any, q_len: Any, kv_len: Any) -> Any:
+    """One past the last key that any row up to last_row may see."""
+    if is_causal:
+        return kv_len - q_len + q_idx_of_row(last_row, group_size) + 1
+    return kv_len
+
+
+def num_splits_of_tile(num_items: Any, n_end: Any) -> Any:
+    """How many work items share the keys of one tile, in a sequence of num_items tiles (times kv heads)."""
+    wanted = ceil_div(MIN_SEQUENCE_ITEMS, num_items)
+    return max(1, min(wanted, n_end // MIN_SPLIT_KEYS))
+
+
+def split_begin(n_end: Any, num_splits: Any, split_idx: Any) -> Any:
+    """First key of a split; splits are whole key blocks, and split num_splits begins at n_end."""
+    num_blocks = ceil_div(n_end, BLOCK_N)
+    return min(n_end, num_blocks * split_idx // num_splits * BLOCK_N)
+
+
+def logical_block_of(kv_pos: Any, block_size: Any) -> Any:
+    return kv_pos // block_size
+
+
+def lane_rows(rows: Any) -> Any:
+    """Rows of a tile, rounded up to whole vectors of 16 lanes."""
+    return round_up(rows, 16)
+
+
+def partial_floats(rows: Any, head_size: Any) -> Any:
+    """float32 of one split's state: acc [head size rounded up to 16, rows], m_i [rows], l_i [rows]."""
+    return (round_up(head_size, 16) + 2) * lane_rows(rows)
+
+
+def cost_bucket(rows: Any, num_keys: Any) -> Any:
+    """A logarithmic measure of a tile's work, larger for more: whole doublings in the upper bits, eighths below."""
+    cost = max(1, ceil_div(rows, 16) * (num_keys + 16))
+    doublings = 0
+    rest = cost
+    while rest > 1:
+        rest >>= 1
+        doublings += 1
+    eighth = (cost << 3 >> doublings) & 7
+    return min(COST_BUCKETS - 1, doublings * 8 + eighth)
+
+
+def count_work(sequences: Any, group_size: Any, kv_head_num: Any, head_size: Any, is_causal: Any, totals: Any) -> None:
+    """Fills totals int64 [3 + COST_BUCKETS]: entries of the work list, split tiles, float32 of split state (the latter two
+    for one kv head each), and the number of entries in each cost bucket."""
+    totals[:] = 0
+    for b in range(sequences.shape[0]):
+        q_len, kv_len = sequences[b, Q_LEN], sequences[b, KV_LEN]
+        m_blocks = num_m_blocks(q_len, group_size)
+        for m_block in range(m_blocks):
+            rows = rows_in_tile(q_len, group_size, m_block)
+            n_end = n_end_of_rows(is_causal, m_block * BLOCK_M + rows - 1, group_size, q_len, kv_len)
+            num_splits = num_splits_of_tile(m_blocks * kv_head_num, n_end)
+            totals[0] += num_splits
+            if num_splits > 1:
+                totals[1] += 1
+                totals[2] += num_splits * partial_floats(rows, head_size)
+            for split_idx in range(num_splits):
+                num_keys = split_begin(n_end, num_splits, split_idx + 1) - split_begin(n_end, num_splits, split_idx)
+                totals[3 + cost_bucket(rows, num_keys)] += 1
+
+
+def fill_work(
+    sequences: Any, group_size: Any, kv_head_num: Any, head_size: Any, is_causal: Any, totals: Any, work: Any
+) -> None:
+    """Fills work int64 [entries, WORK_COLUMNS], the costliest bucket first; uses totals as count_work left it, and its
+    buckets up. PARTIAL_OFFSET counts float32 for all kv heads of the tiles before."""
+    place = 0
+    for bucket in range(COST_BUCKETS - 1, -1, -1):
+        count = totals[3 + bucket]
+        totals[3 + bucket] = place
+        place += count
+    split_tile, offset = 0, 0
+    for b in range(sequences.shape[0]):
+        q_len, kv_len = sequences[b, Q_LEN], sequences[b, KV_LEN]
+        m_blocks = num_m_blocks(q_len, group_size)
+        for m_block in range(m_blocks):
+            rows = rows_in_tile(q_len, group_size, m_block)
+            n_end = n_end_of_rows(is_causal, m_block * BLOCK_M + rows - 1, group_size, q_len, kv_len)
+            num_splits = num_splits_of_tile(m_blocks * kv_head_num, n_end)
+            for split_idx in range(num_splits):
+                n_begin = split_begin(n_end, num_splits, split_idx)
+                n_stop = split_begin(n_end, num_splits, split_idx + 1)
+                bucket = 3 + cost_bucket(rows, n_stop - n_begin)
+                entry = work[totals[bucket]]
+                totals[bucket] += 1
+                entry[SEQUENCE], entry[M_BLOCK] = b, m_block
+                entry[SPLIT_IDX], entry[NUM_SPLITS] = split_idx, num_splits
+                entry[N_BEGIN], entry[N_END] = n_begin, n_stop
+                entry[SPLIT_TILE], entry[PARTIAL_OFFSET] = split_tile, offset
+            if num_splits > 1:
+                split_tile += 1
+                offset += num_splits * kv_head_num * partial_floats(rows, head_size)

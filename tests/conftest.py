@@ -1,0 +1,43 @@
+"""Targets under test, hypothesis profiles, and one compile cache for the whole session."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import tempfile
+from typing import Any
+
+import pytest
+from hypothesis import HealthCheck, settings
+
+TARGETS = ("reference", "cpu")
+KERNELS = tuple(name for name in TARGETS if name != "reference")
+
+_quiet = {"deadline": None, "suppress_health_check": [HealthCheck.too_slow, HealthCheck.data_too_large]}
+settings.register_profile("ci", max_examples=40, derandomize=True, print_blob=True, **_quiet)
+settings.register_profile("dev", max_examples=40, **_quiet)
+settings.register_profile("long", max_examples=1000, **_quiet)
+settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "ci" if os.environ.get("CI") else "dev"))
+
+# Set before the package and Numba are imported, so that this process and its children share what is compiled; never
+# a cache of an earlier session unless the caller names one.
+_own_cache = None
+if "NUMBA_CACHE_DIR" not in os.environ:
+    _own_cache = os.environ["NUMBA_CACHE_DIR"] = tempfile.mkdtemp(prefix="numba_prefix_tests_")
+
+
+def pytest_unconfigure(config: Any) -> None:
+    if _own_cache is not None:
+        shutil.rmtree(_own_cache, ignore_errors=True)
+
+
+@pytest.fixture(scope="session", params=TARGETS)
+def target(request: pytest.FixtureRequest) -> str:
+    """Every implementation of the contract."""
+    return request.param
+
+
+@pytest.fixture(scope="session", params=KERNELS)
+def kernel(request: pytest.FixtureRequest) -> str:
+    """The compiled targets: what only they promise (bits, buffers, threads)."""
+    return request.param

@@ -1,0 +1,69 @@
+"""Eight threads behind a barrier, fifty calls each, the first one perhaps not compiled yet; then, with "prange", the same
+beside a parallel function of the user's own."""
+
+from __future__ import annotations
+
+import sys
+import threading
+from concurrent.futures import ThreadPoolExecutor
+
+import numba
+import numpy as np
+from cases import assert_close, make_case, run, same_bits
+
+THREADS, CALLS = 8, 50
+FORMS = [
+    make_case([n, 1], [n + 200, 90 + n], head_num=4, kv_head_num=2, head_size=32, dtype="float16", seed=n)
+    for n in range(1, THREADS + 1)
+]
+
+
+def work(index: int, barrier: threading.Barrier) -> None:
+    case = FORMS[index]
+    barrier.wait()
+    first = run(case, "cpu")
+    assert_close(first, case)
+    for _ in range(CALLS - 1):
+        same_bits(run(case, "cpu"), first)
+
+
+def together() -> None:
+    barrier = threading.Barrier(THREADS)
+    with ThreadPoolExecutor(THREADS) as pool:
+        for done in [pool.submit(work, index, barrier) for index in range(THREADS)]:
+            done.result()
+
+
+together()
+try:
+    used = numba.threading_layer()
+except ValueError:
+    used = None
+assert used is None, f"the package brought up Numba's threading layer {used}"
+
+if "prange" in sys.argv:
+
+    @numba.njit(parallel=True)
+    def users_own(x: np.ndarray) -> float:
+        total = 0.0
+        for i in numba.prange(x.size):
+            total += x[i]
+        return total
+
+    ones, stop = np.ones(100_000), threading.Event()
+    assert users_own(ones) == 100_000.0
+    calls = 0
+
+    def busy() -> None:
+        global calls
+        while not stop.is_set():
+            assert users_own(ones) == 100_000.0
+            calls += 1
+
+    beside = threading.Thread(target=busy)
+    beside.start()
+    together()
+    stop.set()
+    beside.join()
+    assert calls > 1
+    print(numba.threading_layer())

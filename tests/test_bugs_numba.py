@@ -1,0 +1,199 @@
+"""Public bug reports of this field as cases, D23 to D31: threads, caches and compilation inside services."""
+
+from __future__ import annotations
+
+import ctypes
+import json
+import os
+import shutil
+import zipfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from processes import ROOT, environment, finish, run_script, start
+
+CAP_DAC_OVERRIDE, PR_CAPBSET_DROP = 1, 24
+PACKAGE = ROOT / "numba_prefix"
+
+
+def outcome(output: str) -> dict[str, Any]:
+    result: dict[str, Any] = json.loads(output.splitlines()[-1])
+    assert result["error"] < 2e-3, result
+    return result
+
+
+@pytest.fixture(scope="module")
+def expected() -> str:
+    """The bits of scripts/one_call.py in an ordinary process."""
+    bits: str = outcome(run_script("one_call.py"))["bits"]
+    return bits
+
+
+# --- D23, D24: threads -------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("layer", ["workqueue", "omp", "tbb"])
+def test_d23_calls_from_many_threads(layer: str) -> None:
+    """numba#8563, #9288: 8 threads x 50 calls are safe under every threading layer, which is never brought up."""
+    run_script("many_threads.py", env=environment(NUMBA_THREADING_LAYER=layer))
+
+
+@pytest.mark.parametrize("layer", ["workqueue", "omp"])
+def test_d23_beside_a_parallel_function_of_the_user(layer: str) -> None:
+    """A prange function of the user's runs at the same time: under workqueue a second user of the layer aborts."""
+    output = run_script("many_threads.py", "prange", env=environment(NUMBA_THREADING_LAYER=layer))
+    assert output.split()[-1] == layer
+
+
+def test_d23_first_calls_together(tmp_path: Path) -> None:
+    """numba#2804, #908: the first, uncompiled call made by all threads at once."""
+    env = environment(NUMBA_THREADING_LAYER="workqueue", NUMBA_CACHE_DIR=str(tmp_path))
+    run_script("many_threads.py", env=env)
+
+
+def test_d23_fork_after_a_call() -> None:
+    """A process that has called forks (gunicorn, multiprocessing): the child's calls work, and the parent's."""
+    run_script("fork_after_call.py")
+
+
+TWO_CPUS = pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="one CPU: nobody to help")
+
+
+@pytest.mark.parametrize(
+    ("mode", "changes"),
+    [
+        pytest.param("per_call", {}, marks=TWO_CPUS),
+        ("capped", {"NUMBA_NUM_THREADS": "1"}),
+        ("many", {"NUMBA_NUM_THREADS": "64"}),
+        ("mask", {}),
+        ("mask", {"NUMBA_NUM_THREADS": "1"}),
+    ],
+)
+def test_d24_thread_cap(mode: str, changes: dict[str, str]) -> None:
+    """numba#10491, abTEM PR#441: the cap holds in pool threads too, and Numba's own mask stays the caller's."""
+    run_script("thread_caps.py", mode, env=environment(**changes))
+
+
+def test_d24_affinity_is_the_cap() -> None:
+    """A process bound to one CPU uses one thread."""
+    run_script("thread_caps.py", "capped", "pinned")
+
+
+# --- D25, D26: the compile cache ---------------------------------------------------------------------------------------
+
+
+def bound_by_permissions() -> None:
+    """Root writes where it pleases; without this capability it is stopped by permissions as anybody is."""
+    if os.geteuid() == 0 and ctypes.CDLL(None).prctl(PR_CAPBSET_DROP, CAP_DAC_OVERRIDE, 0, 0, 0):
+        os._exit(77)
+
+
+def start_in(where: Path, *arguments: str, **changes: str | None) -> Any:
+    """scripts/one_call.py with the package of `where`, in a home that cannot be written."""
+    home = where.parent / "home"
+    home.mkdir(exist_ok=True)
+    home.chmod(0o555)
+    env = environment(HOME=str(home), XDG_CACHE_HOME=None, **changes)
+    env["PYTHONPATH"] = str(where)
+    return start("one_call.py", *arguments, env=env, cwd=home, preexec_fn=bound_by_permissions)
+
+
+@pytest.fixture(scope="module")
+def read_only_install(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """A directory for PYTHONPATH with a copy of the package in which nothing can be written."""
+    top = tmp_path_factory.mktemp("install") / "site-packages"
+    shutil.copytree(PACKAGE, top / "numba_prefix", ignore=shutil.ignore_patterns("__pycache__"))
+    everything = [top, *top.rglob("*")]
+    for path in everything:
+        path.chmod(0o555 if path.is_dir() else 0o444)
+    yield top
+    for path in everything:
+        path.chmod(0o755 if path.is_dir() else 0o644)
+
+
+@pytest.fixture(scope="module")
+def uncached(read_only_install: Path) -> dict[str, Any]:
+    """What one call does where no cache can be had."""
+    process = start_in(read_only_install, "--flags", NUMBA_CACHE_DIR=None)
+    try:
+        return outcome(finish(process))
+    except AssertionError:
+        if process.returncode == 77:
+            pytest.skip("root here cannot give up its right to write anywhere")
+        raise
+
+
+def test_d25_read_only_install(uncached: dict[str, Any], read_only_install: Path, expected: str) -> None:
+    """numba#4908, #4032: nothing can be written anywhere: import and call work, uncached."""
+    assert uncached["where"] == str(read_only_install / "numba_prefix")
+    assert uncached["bits"] == expected
+    assert uncached["passes"] > 0
+    assert not list(read_only_install.rglob("__pycache__"))
+
+
+@pytest.mark.parametrize("is_writable", [True, False])
+def test_d25_cache_dir_named(
+    uncached: dict[str, Any], read_only_install: Path, tmp_path: Path, expected: str, is_writable: bool
+) -> None:
+    """NUMBA_CACHE_DIR: filled by the first process and used by the second; no harm if it cannot be written."""
+    cache = tmp_path / "cache"
+    cache.mkdir(mode=0o755 if is_writable else 0o555)
+    first = outcome(finish(start_in(read_only_install, NUMBA_CACHE_DIR=str(cache))))
+    assert first["bits"] == expected and first["passes"] > 0
+    if not is_writable:
+        assert not list(cache.iterdir())
+        return
+    assert [path for path in cache.rglob("*") if path.is_file()]
+    second = outcome(finish(start_in(read_only_install, NUMBA_CACHE_DIR=str(cache))))
+    assert second["bits"] == expected and second["passes"] == 0
+
+
+def test_d25_import_from_a_zip(tmp_path: Path, expected: str) -> None:
+    """The package in a zip archive."""
+    archive = tmp_path / "site.zip"
+    with zipfile.ZipFile(archive, "w") as z:
+        for path in PACKAGE.rglob("*"):
+            if path.is_file() and "__pycache__" not in path.parts:
+                z.write(path, path.relative_to(ROOT))
+    env = environment(NUMBA_CACHE_DIR=str(tmp_path / "cache")) | {"PYTHONPATH": str(archive)}
+    result = outcome(run_script("one_call.py", env=env, cwd=tmp_path))
+    assert result["where"].startswith(str(archive)) and result["bits"] == expected
+
+
+def test_d26_cold_start_of_several_processes(tmp_path: Path, expected: str) -> None:
+    """numba#4807, #10128, #7518: four processes fill one cache; later ones use it with any thread count; damage heals."""
+    env = environment(NUMBA_CACHE_DIR=str(tmp_path))
+    for process in [start("one_call.py", env=env) for _ in range(4)]:
+        assert outcome(finish(process, timeout=240))["bits"] == expected
+    for threads in ("1", "16"):
+        changed = environment(NUMBA_CACHE_DIR=str(tmp_path), NUMBA_NUM_THREADS=threads)
+        result = outcome(run_script("one_call.py", f"num_threads={threads}", env=changed))
+        assert result["bits"] == expected and result["passes"] == 0
+    for path in tmp_path.rglob("*"):
+        if path.is_file():
+            os.truncate(path, path.stat().st_size // 2)
+    assert outcome(run_script("one_call.py", env=env))["bits"] == expected
+    repaired = outcome(run_script("one_call.py", env=env))
+    assert repaired["bits"] == expected and repaired["passes"] == 0
+
+
+# --- D27, D30, D31: compilation ----------------------------------------------------------------------------------------
+
+
+def test_d27_no_relaxed_arithmetic(uncached: dict[str, Any]) -> None:
+    """numba#6217, #8708: no kernel may assume that NaN and infinity do not occur."""
+    assert uncached["dispatchers"] > 0 and uncached["llvm_bytes"] > 0
+    assert uncached["fastmath"] == [] and uncached["lines"] == []
+
+
+@pytest.mark.parametrize("variable", ["NUMBA_BOUNDSCHECK", "NUMBA_DISABLE_JIT"])
+def test_d30_other_ways_to_run(tmp_path: Path, variable: str) -> None:
+    """numba#9638, #8028: with bounds checks, and with JIT switched off for the user's functions: the same answers."""
+    run_script("agree.py", "cpu", env=environment(NUMBA_CACHE_DIR=str(tmp_path), **{variable: "1"}))
+
+
+def test_d31_no_compilation_after_the_warm_up() -> None:
+    """numba#4628, #5124: layouts, read-only flags and shapes are no types."""
+    run_script("no_recompile.py")
