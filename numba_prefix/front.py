@@ -158,7 +158,7 @@ class Op:
         self._operands = operands
         self._lengths = lengths
         self._validate = validate
-        self._check_tables()
+        self._check_tables(problem, operands)
         self._plan: Any = None
         if self.target == "cpu":
             self._plan = _cpu().plan(problem, *lengths, _num_threads(context.num_threads))
@@ -201,7 +201,8 @@ class Op:
     ) -> Op:
         """Take other arrays for the next run, of the same shapes, dtypes and device; those left out stay. Returns self.
 
-        Raises TypeError and ValueError as planning did; block ids are checked when a new table is given."""
+        Raises TypeError and ValueError as planning did; block ids are checked for a new table or a smaller cache. After an error the
+        operation is bound as before."""
         old = self._operands
         kept = {"q": query, "k_cache": key, "v_cache": value, "block_tables": block_tables, "mask": mask}
         kept |= {"slopes": slopes, "out": attn_out}
@@ -216,23 +217,23 @@ class Op:
         )  # fmt: skip
         if replace(problem, num_blocks=0) != replace(self.problem, num_blocks=0) or operands.q.device != old.q.device:
             raise ValueError(f"rebind: got {problem}, expected what was planned: {self.problem}")
+        if block_tables is not None or problem.num_blocks < self.problem.num_blocks:
+            self._check_tables(problem, operands)
         self.problem, self._operands = problem, operands
         self.out = operands.out.owner if operands.out is not None else None
-        if block_tables is not None or key is not None:
-            self._check_tables()
         return self
 
     def _allocate_out(self, query: Any) -> None:
         q = self._operands.q
-        shape = tuple(query.shape)
+        shape = tuple(query.shape) if q.kind != "dlpack" else describe(query, "query").shape
         self.out = empty_like(q, shape, q.dtype)
         made = describe(self.out, "out")
         dense = replace(made, shape=q.shape, strides=contiguous_strides(q.shape))
         self._operands = replace(self._operands, out=dense)
 
-    def _check_tables(self) -> None:
+    def _check_tables(self, problem: Problem, operands: Operands) -> None:
         if self._validate == "full":
-            check_block_ids(self.problem, self._operands.block_tables, *self._lengths)
+            check_block_ids(problem, operands.block_tables, *self._lengths)
 
     def _dense_operands(self) -> Operands:
         o = self._operands

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from typing import Any
 
+from numba.core import config
+from numba.core.compiler_lock import global_compiler_lock
 from numba.core.registry import CPUDispatcher
 from numba.extending import register_jitable
 
@@ -13,13 +16,34 @@ from numba_prefix.cpu.cache import KernelCache
 
 # error_model: an integer division is one instruction, no branch that raises. No fastmath: infinities and NaN are real here.
 # boundscheck is off whatever the environment says: indices come from the validated plan.
-DEVICE_OPTIONS = {"error_model": "numpy", "boundscheck": False}
+DEVICE_OPTIONS = {"error_model": "numpy", "boundscheck": False, "no_cfunc_wrapper": True, "_nrt": False}
 OPTIONS = {"nopython": True, "nogil": True, **DEVICE_OPTIONS}
 
 
+class Kernel(CPUDispatcher):  # type: ignore[misc]
+    """A kernel is compiled even where NUMBA_DISABLE_JIT asks for Python: there is no Python version of it to debug."""
+
+    def compile(self, sig: Any) -> Any:
+        with global_compiler_lock:
+            disabled, config.DISABLE_JIT = config.DISABLE_JIT, 0
+            try:
+                return super().compile(sig)
+            finally:
+                config.DISABLE_JIT = disabled
+
+
+# A fork while another thread compiles would leave the lock held for ever in the child: it waits until that is done.
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(
+        before=global_compiler_lock.acquire,
+        after_in_parent=global_compiler_lock.release,
+        after_in_child=global_compiler_lock.release,
+    )
+
+
 def kernel(function: Callable[..., Any]) -> Any:
-    """Compiles a kernel at its first call. NUMBA_DISABLE_JIT does not apply: there is no Python version of a kernel."""
-    dispatcher = CPUDispatcher(function, targetoptions=dict(OPTIONS))
+    """Compiles a kernel at its first call, or loads it from the cache."""
+    dispatcher = Kernel(function, targetoptions=dict(OPTIONS))
     dispatcher._cache = KernelCache(function.__name__)
     return dispatcher
 

@@ -243,37 +243,21 @@ def merge_partials(call: Any, factors: Any, entry: Any, kv_head: Any, rows: Any,
 
 
 @part
-def run_item(call: Any, factors: Any, sequence: Any, entry: Any, kv_head: Any, scratch: Any) -> None:
-    q_len, m_block, num_splits = sequence[tiling.Q_LEN], entry[tiling.M_BLOCK], entry[tiling.NUM_SPLITS]
-    first_row, rows = m_block * BLOCK_M, tiling.rows_in_tile(q_len, call[c.GROUP_SIZE], m_block)
-    fold_rows = tiling.fold_rows(q_len, call[c.GROUP_SIZE], call[c.HEAD_SIZE])
-    columns = lane_rows(rows) >> 4
-    table = call[c.TABLES] + entry[tiling.SEQUENCE] * call[c.TABLE_ROW]
-    k, v = call[c.K] + kv_head * call[c.K_HEAD], call[c.V] + kv_head * call[c.V_HEAD]
+def finish_split(call: Any, factors: Any, entry: Any, rows: Any, fold_rows: Any, kv_head: Any, scratch: Any) -> Any:
+    """Leaves a split's state for the others; whether this was the last of its tile, whose scratch then has them all."""
+    place = partial_address(call, entry, entry[tiling.SPLIT_IDX], kv_head, rows)
     if fold_rows > 0:
-        start_few(call, factors, sequence, rows, fold_rows, kv_head, scratch)
-        attend_few(call, factors, entry, fold_rows, table, k, v, scratch)
+        store_partial_few(call, place, fold_rows, scratch)
     else:
-        load_queries(call, factors, sequence, first_row, rows, kv_head, scratch)
-        start_state(call, columns, scratch)
-        attend_keys(call, factors, entry, table, columns, k, v, scratch)
-    if num_splits > 1:
-        place = partial_address(call, entry, entry[tiling.SPLIT_IDX], kv_head, rows)
-        if fold_rows > 0:
-            store_partial_few(call, place, fold_rows, scratch)
-        else:
-            store_partial(call, place, columns, scratch)
-        arrival = call[c.ARRIVALS] + 8 * (entry[tiling.SPLIT_TILE] * call[c.KV_HEAD_NUM] + kv_head)
-        if atomic_add(arrival, 1) < num_splits - 1:
-            return
-        if fold_rows > 0:
-            merge_partials_few(call, factors, entry, kv_head, rows, fold_rows, scratch)
-        else:
-            merge_partials(call, factors, entry, kv_head, rows, scratch)
+        store_partial(call, place, lane_rows(rows) >> 4, scratch)
+    arrival = call[c.ARRIVALS] + 8 * (entry[tiling.SPLIT_TILE] * call[c.KV_HEAD_NUM] + kv_head)
+    if atomic_add(arrival, 1) < entry[tiling.NUM_SPLITS] - 1:
+        return False
     if fold_rows > 0:
-        store_output_few(call, factors, sequence, rows, fold_rows, kv_head, scratch)
+        merge_partials_few(call, factors, entry, kv_head, rows, fold_rows, scratch)
     else:
-        store_output(call, factors, sequence, first_row, rows, kv_head, scratch)
+        merge_partials(call, factors, entry, kv_head, rows, scratch)
+    return True
 
 
 @kernel
@@ -287,10 +271,29 @@ def drain(call: Any, factors: Any, sequences: Any, work: Any, worker: Any, max_i
     work       int64 [entries, WORK_COLUMNS]
     """
     scratch = call[c.SCRATCH] + worker * call[c.SCRATCH_BYTES]
+    kv_head_num, group_size = call[c.KV_HEAD_NUM], call[c.GROUP_SIZE]
     for _ in range(max_items):
         item = atomic_add(call[c.QUEUE], 1)
         if item >= call[c.NUM_ITEMS]:
             return False
-        entry = work[item // call[c.KV_HEAD_NUM]]
-        run_item(call, factors, sequences[entry[tiling.SEQUENCE]], entry, item % call[c.KV_HEAD_NUM], scratch)
+        entry, kv_head = work[item // kv_head_num], item % kv_head_num
+        sequence = sequences[entry[tiling.SEQUENCE]]
+        q_len, m_block = sequence[tiling.Q_LEN], entry[tiling.M_BLOCK]
+        first_row, rows = m_block * BLOCK_M, tiling.rows_in_tile(q_len, group_size, m_block)
+        fold_rows = tiling.fold_rows(q_len, group_size, call[c.HEAD_SIZE])
+        table = call[c.TABLES] + entry[tiling.SEQUENCE] * call[c.TABLE_ROW]
+        k, v = call[c.K] + kv_head * call[c.K_HEAD], call[c.V] + kv_head * call[c.V_HEAD]
+        if fold_rows > 0:
+            start_few(call, factors, sequence, rows, fold_rows, kv_head, scratch)
+            attend_few(call, factors, entry, fold_rows, table, k, v, scratch)
+        else:
+            load_queries(call, factors, sequence, first_row, rows, kv_head, scratch)
+            start_state(call, lane_rows(rows) >> 4, scratch)
+            attend_keys(call, factors, entry, table, lane_rows(rows) >> 4, k, v, scratch)
+        if entry[tiling.NUM_SPLITS] > 1 and not finish_split(call, factors, entry, rows, fold_rows, kv_head, scratch):
+            continue
+        if fold_rows > 0:
+            store_output_few(call, factors, sequence, rows, fold_rows, kv_head, scratch)
+        else:
+            store_output(call, factors, sequence, first_row, rows, kv_head, scratch)
     return True

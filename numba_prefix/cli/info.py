@@ -1,0 +1,164 @@
+"""`info`: what this machine offers and what would be used. Compiles nothing."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import platform
+import sys
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+import numba_prefix
+from numba_prefix.cli import table
+from numba_prefix.front import Context, TargetUnavailableError, self_attention_prefix_encoder_get_workspace_size
+
+# By LLVM's names: what kernels are built for, what converts 16-bit floats, what multiplies them.
+FEATURES = {
+    "x86": (
+        *("sse4.1", "avx", "avx2", "fma", "f16c", "avx512f", "avx512bw", "avx512vl", "avx512bf16", "avx512fp16"),
+        *("amx-tile", "amx-bf16"),
+    ),
+    "arm64": ("neon", "fullfp16", "bf16", "dotprod", "i8mm", "sve", "sve2"),
+}
+PACKAGES = ("numba", "llvmlite", "numpy", "ml_dtypes", "torch")
+VARIABLES = ("NUMBA_CPU_NAME", "NUMBA_CPU_FEATURES", "NUMBA_NUM_THREADS", "NUMBA_CACHE_DIR", "NUMBA_THREADING_LAYER")
+
+
+def command(arguments: argparse.Namespace) -> int:
+    report = {
+        "command": "info",
+        "cpu": cpu_report(),
+        "threads": thread_report(),
+        "cache": cache_report(),
+        "cuda": _cuda(),
+        "versions": versions(),
+        "environment": {name: os.environ[name] for name in VARIABLES if name in os.environ},
+    }
+    if arguments.json:
+        table.emit_json(report)
+    else:
+        table.emit(table.pairs(_rows(report)))
+    return 0
+
+
+def cpu_report() -> dict[str, Any]:
+    from numba_prefix.cpu import features, launch
+
+    names = FEATURES["x86"] if features.is_x86() else FEATURES["arm64"] if features.is_arm64() else ()
+    has = features.features()
+    return {
+        "model": _model_name(),
+        "llvm_name": features.cpu_name(),
+        "architecture": platform.machine(),
+        "features": [name for name in names if name in has],
+        "missing": [name for name in names if name not in has],
+        "path": launch.isa_path(),
+        "reason": launch.reason(),
+    }
+
+
+def _model_name() -> str:
+    try:
+        for line in Path("/proc/cpuinfo").read_text(errors="replace").splitlines():
+            name, _, text = line.partition(":")
+            if name.strip() == "model name":
+                return text.strip()
+    except OSError:
+        pass
+    return platform.processor() or platform.machine()
+
+
+def thread_report() -> dict[str, Any]:
+    from numba.core import config
+
+    from numba_prefix.cpu.threads import available_cpus, default_num_threads
+
+    online = os.cpu_count() or 1
+    allowed = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else online
+    available, chosen = available_cpus(), default_num_threads()
+    reasons = [f"{online} CPUs"]
+    if allowed < online:
+        reasons.append(f"{allowed} in this process's affinity")
+    if available < allowed:
+        reasons.append(f"a cgroup quota of {available}")
+    if chosen < available:
+        reasons.append(f"NUMBA_NUM_THREADS={os.environ.get('NUMBA_NUM_THREADS')}")
+    return {
+        "default": chosen,
+        "reason": ", ".join(reasons),
+        "numba_threading_layer": str(config.THREADING_LAYER),
+        "is_numba_threading_layer_used": False,
+    }
+
+
+def cache_report() -> dict[str, Any]:
+    """Where compiled kernels are kept, and whether they can be."""
+    from numba_prefix.cpu.cache import cache_directory
+
+    directory = cache_directory()
+    if directory is None:
+        return {"directory": None, "is_writable": False, "files": 0, "bytes": 0, "state": "no home directory"}
+    nearest = directory
+    while not nearest.exists() and nearest != nearest.parent:
+        nearest = nearest.parent
+    is_writable = nearest.is_dir() and os.access(nearest, os.W_OK | os.X_OK)
+    try:
+        sizes = [entry.stat().st_size for entry in directory.glob("*.bin")]
+    except OSError:
+        sizes = []
+    state = f"{'writable' if is_writable else 'NOT WRITABLE: every process compiles anew'}, {len(sizes)} kernels"
+    return {
+        "directory": str(directory),
+        "is_writable": is_writable,
+        "files": len(sizes),
+        "bytes": sum(sizes),
+        "state": f"{state}, {sum(sizes) / 1e6:.1f} MB" if sizes else state,
+    }
+
+
+def _cuda() -> dict[str, Any]:
+    """Ask the front for the CUDA target; planning stops before any kernel is needed."""
+    q, cache, table_row = (
+        np.zeros((1, 1, 16), np.float32),
+        np.zeros((1, 1, 1, 16), np.float32),
+        np.zeros((1, 1), np.int32),
+    )
+    try:
+        self_attention_prefix_encoder_get_workspace_size(
+            q, cache, cache, table_row, None, [1], [1], None, 0, 1, 1, 1.0, np.empty_like(q), Context("cuda")
+        )
+    except TargetUnavailableError as error:
+        return {"is_available": False, "reason": str(error).rpartition(": ")[2]}
+    except ValueError:  # it runs, but not on arrays in CPU memory
+        pass
+    return {"is_available": True, "reason": "used for CUDA arrays"}
+
+
+def versions() -> dict[str, str | None]:
+    found: dict[str, str | None] = {"numba_prefix": numba_prefix.__version__, "python": sys.version.split()[0]}
+    for name in PACKAGES:
+        try:
+            found[name] = metadata.version(name)
+        except metadata.PackageNotFoundError:
+            found[name] = None
+    return found
+
+
+def _rows(report: dict[str, Any]) -> list[tuple[str, str]]:
+    cpu, threads, cache, cuda = report["cpu"], report["threads"], report["cache"], report["cuda"]
+    rows = [
+        ("CPU", f"{cpu['model']} ({cpu['architecture']}; LLVM calls it {cpu['llvm_name']})"),
+        ("features", " ".join(cpu["features"]) or "none that matter"),
+        ("missing", " ".join(cpu["missing"]) or "none"),
+        ("path", cpu["path"]),
+        ("threads", f"{threads['default']} ({threads['reason']})"),
+        ("Numba's layer", f"{threads['numba_threading_layer']} (not used: kernels run on this package's own threads)"),
+        ("cache", f"{cache['directory']} ({cache['state']})"),
+        ("CUDA", f"{'yes' if cuda['is_available'] else 'no'} ({cuda['reason']})"),
+        ("versions", ", ".join(f"{name} {version or '(none)'}" for name, version in report["versions"].items())),
+    ]
+    return rows + [(name, text) for name, text in report["environment"].items()]

@@ -1,0 +1,120 @@
+"""Compiling ahead of the first call, and checking on small problems that what was compiled computes the right thing."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+from numba_prefix.front import Context, Op
+from numba_prefix.masks import MaskType
+from numba_prefix.problem import FLOAT_DTYPES, MAX_HEAD_SIZE
+from numba_prefix.trial import Inputs, random_inputs
+
+HEAD_SIZES = (64, 128)
+# Two rows of tiles, an empty sequence, and one long enough for its keys to be split.
+Q_LEN = (5, 0, 33, 1)
+KV_LEN = (21, 7, 150, 2100)
+
+
+def warmup(
+    target: str = "cpu",
+    *,
+    dtypes: Iterable[str] | str | None = None,
+    head_sizes: Iterable[int] | int | None = None,
+    mask_types: Iterable[Any] | Any = None,
+    num_threads: int | None = None,
+) -> dict[str, Any]:
+    """Compile the kernels of `target`, or load them from the cache, and verify them on small problems.
+
+    The CPU kernels serve every dtype, head size and mask kind; dtypes ("float16", "bfloat16", "float32"), head_sizes
+    (1 to 256) and mask_types restrict only what is verified. None: all dtypes, 64 and 128, all kinds.
+
+    Returns {"target", "reason", "seconds" (all of it), "kernels": [{"name", "seconds", "source"}], "checks": [{"dtype",
+    "head_size", "mask_type", "max_error", "max_allowed", "ok"}], "ok"}; a kernel's source is "compiled", "cache" (read
+    from disk) or "memory" (this process had it). Raises RuntimeError if a problem's error is over budget, TypeError and
+    ValueError for an argument, TargetUnavailableError for a target that cannot run.
+    """
+    report = measure(target, dtypes=dtypes, head_sizes=head_sizes, mask_types=mask_types, num_threads=num_threads)
+    wrong = [check for check in report["checks"] if not check["ok"]]
+    if wrong:
+        raise RuntimeError(f"target {report['target']!r} ({report['reason']}) computes a wrong result: {wrong[0]}")
+    return report
+
+
+def measure(
+    target: str,
+    *,
+    dtypes: Iterable[str] | str | None = None,
+    head_sizes: Iterable[int] | int | None = None,
+    mask_types: Iterable[Any] | Any = None,
+    num_threads: int | None = None,
+) -> dict[str, Any]:
+    """As warmup, but a wrong result is only reported ("ok" is false)."""
+    names = _listed("dtypes", dtypes, FLOAT_DTYPES)
+    sizes = _listed("head_sizes", head_sizes, HEAD_SIZES)
+    kinds = [MaskType.parse(kind) for kind in _listed("mask_types", mask_types, tuple(MaskType))]
+    for name in names:
+        if name not in FLOAT_DTYPES:
+            raise ValueError(f"dtypes: got {name!r}, expected {', '.join(FLOAT_DTYPES)}")
+    for size in sizes:
+        if isinstance(size, bool) or not isinstance(size, int) or not 1 <= size <= MAX_HEAD_SIZE:
+            raise ValueError(f"head_sizes: got {size!r}, expected 1 to {MAX_HEAD_SIZE}")
+    cases = [(name, size, kind) for name in names for size in sizes for kind in kinds]
+    context = Context(target, num_threads)
+    began = time.perf_counter()
+    op, _, kernels = first_run(_inputs(*cases[0]), context)
+    checks = list(_checks(cases, context))
+    return {
+        "target": op.target,
+        "reason": op.reason,
+        "seconds": time.perf_counter() - began,
+        "kernels": kernels,
+        "checks": checks,
+        "ok": all(check["ok"] for check in checks),
+    }
+
+
+def first_run(inputs: Inputs, context: Context) -> tuple[Op, Any, list[dict[str, Any]]]:
+    """Plan and run once. Returns the operation, its output, and how long each kernel took to compile or load."""
+    if context.target not in ("auto", "cpu"):
+        op, out = inputs.plan(context)
+        op.run()
+        return op, out, []
+    from numba_prefix.cpu.timing import kernel_times
+
+    with kernel_times() as times:
+        op, out = inputs.plan(context)
+        op.run()
+    return op, out, [{"name": t.name, "seconds": t.seconds, "source": t.source} for t in times]
+
+
+def _checks(cases: list[tuple[str, Any, MaskType]], context: Context) -> Iterator[dict[str, Any]]:
+    for dtype, head_size, kind in cases:
+        inputs = _inputs(dtype, head_size, kind)
+        op, out = inputs.plan(context)
+        op.run()
+        errors = inputs.judge(out, op.lse)
+        yield {
+            "dtype": dtype,
+            "head_size": head_size,
+            "mask_type": kind.name,
+            "max_error": errors[0].max_error,
+            "max_allowed": errors[0].max_allowed,
+            "ok": all(error.ok for error in errors),
+        }
+
+
+def _inputs(dtype: str, head_size: Any, kind: MaskType) -> Inputs:
+    return random_inputs(
+        Q_LEN, KV_LEN, head_num=4, kv_head_num=2, head_size=head_size, block_size=16, dtype=dtype, mask_type=kind
+    )
+
+
+def _listed(name: str, given: Any, default: tuple[Any, ...]) -> list[Any]:
+    if given is None:
+        return list(default)
+    chosen = [given] if isinstance(given, (str, int)) else list(given)
+    if not chosen:
+        raise ValueError(f"{name}: got nothing, expected at least one")
+    return chosen
