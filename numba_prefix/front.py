@@ -335,15 +335,14 @@ def _run_reference(
     """The oracle's float64 result, rounded to out's dtype."""
     o = operands
     result, log_sums = oracle.reference(
-        *(as_numpy(t) for t in (o.q, o.k_cache, o.v_cache, o.block_tables)),
+        *(o.q, o.k_cache, o.v_cache, o.block_tables),
         *lengths,
         mask_type=problem.mask_type,
-        mask=None if o.mask is None else as_numpy(o.mask),
-        slopes=None if o.slopes is None else as_numpy(o.slopes),
+        mask=o.mask,
+        slopes=o.slopes,
         qk_scale=problem.qk_scale,
         return_lse=True,
     )
-    with np.errstate(over="ignore", invalid="ignore"):
-        as_numpy(replace(out, is_writable=True))[...] = result
-        if lse is not None:
-            as_numpy(lse)[...] = log_sums
+    bits(replace(out, is_writable=True))[...] = oracle.stored(result, problem.dtype)
+    if lse is not None:
+        as_numpy(lse)[...] = log_sums

@@ -291,6 +291,17 @@ def _widen_bits(stored: NDArray[Any], dtype: str, precision: Any) -> _Floats:
     return widened
 
 
+def stored(x: NDArray[np.float64], dtype: str) -> NDArray[Any]:
+    """float64 values rounded to `dtype`, as arrays.bits shows it."""
+    with np.errstate(over="ignore", invalid="ignore"):
+        if dtype == "float16":
+            return x.astype(np.float16).view(np.uint16)
+        single = x.astype(np.float32)
+    if dtype == "float32":
+        return single
+    return (_rounded(single, dtype).view(np.uint32) >> np.uint32(16)).astype(np.uint16)
+
+
 def _rounded(x: _Floats, dtype: str) -> _Floats:
     """float32 values rounded to the nearest (ties to even) of `dtype`, as float32."""
     rounded: _Floats = x

@@ -116,7 +116,7 @@ def test_d21_dtype_matrix(target: str, dtypes: tuple[str, str, str]) -> None:
         assert out.dtype == DTYPES[dtypes[0]]
         return
     odd = "key" if dtypes[1] != dtypes[0] else "value"
-    with pytest.raises(TypeError, match=naming(odd, dtypes[0], dtypes["query key value".split().index(odd)])):
+    with pytest.raises(TypeError, match=naming(odd, dtypes[0], dtypes[["query", "key", "value"].index(odd)])):
         run(case, target, **given)
 
 

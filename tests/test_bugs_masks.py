@@ -30,7 +30,8 @@ import numba_prefix as nbp
 
 
 @pytest.mark.parametrize(
-    ("q", "kv", "bad"), [([4], [2], 0), ([2, 4, 2], [5, 2, 5], 1), ([200, 10], [100, 300], 0), ([1, 1, 3], [1, 1, 0], 2)]
+    ("q", "kv", "bad"),
+    [([4], [2], 0), ([2, 4, 2], [5, 2, 5], 1), ([200, 10], [100, 300], 0), ([1, 1, 3], [1, 1, 0], 2)],
 )
 def test_d01_row_without_a_visible_key(target: str, q: list[int], kv: list[int], bad: int) -> None:
     """flash-attention#1778, pytorch#103749: q longer than kv is refused per sequence, not over the maxima."""

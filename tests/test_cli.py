@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import signal
 import subprocess
 import sys
 import zipfile
@@ -246,6 +247,19 @@ def test_interrupted(file: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.
     monkeypatch.setattr("numba_prefix.cli.run.first_run", interrupt)
     assert main(["run", file]) == 130
     assert "Traceback" not in capsys.readouterr().err
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="sends a signal")
+def test_interrupted_while_compiling(tmp_path: Path) -> None:
+    """At once, although LLVM is busy."""
+    env = environment(NUMBA_CACHE_DIR=str(tmp_path))
+    command = [sys.executable, "-m", "numba_prefix", "run"]
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    with subprocess.Popen(command, env=env, **pipes) as process:
+        assert process.stderr.readline().startswith("loading kernels, or compiling them")
+        process.send_signal(signal.SIGINT)
+        out, err = process.communicate(timeout=60)
+    assert (process.returncode, out, err) == (130, "", "interrupted\n")
 
 
 def test_json_has_no_nan(capsys: pytest.CaptureFixture[str]) -> None:

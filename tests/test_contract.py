@@ -224,7 +224,9 @@ def test_alibi_mask_len(target: str) -> None:
         run(case, target, mask_type="alibi", mask=mask[:, :36])
 
 
-@pytest.mark.parametrize(("head_num", "tail"), [(12, [0.707107, 0.353553, 0.176777, 0.088388]), (40, [0.917004, 0.771105])])
+@pytest.mark.parametrize(
+    ("head_num", "tail"), [(12, [0.707107, 0.353553, 0.176777, 0.088388]), (40, [0.917004, 0.771105])]
+)
 def test_alibi_slopes(head_num: int, tail: list[float]) -> None:
     """alibi_slopes: the paper's, for head counts that are no power of two as well."""
     slopes = nbp.alibi_slopes(head_num)

@@ -177,7 +177,9 @@ def refused(refusal: Refusal, target: str, case: Case, given: dict[str, Any]) ->
     with pytest.raises(refusal.error) as caught:
         run(case, target, **given)
     message = str(caught.value)
-    assert caught.type in (TypeError, ValueError), caught.type  # no subclass such as numba's TypingError or UnicodeError
+    assert caught.type in (TypeError, ValueError), (
+        caught.type
+    )  # no subclass such as numba's TypingError or UnicodeError
     for pattern in refusal.says:
         assert re.search(pattern, message), (pattern, message)
     assert not re.search(r"numba\.|typeof|nopython|Traceback", message.replace("numba_prefix", "")), message

@@ -73,7 +73,9 @@ def test_index_v(target: str, dtype: str, block_size: int, mask_type: str) -> No
     assert_value(run(case, target), expected[:, None, :])
 
 
-@pytest.mark.parametrize("heads", [(8, 8), (8, 4), (28, 4), (12, 1), (3, 1), (6, 2), (14, 2), (16, 1), (64, 2)], ids=str)
+@pytest.mark.parametrize(
+    "heads", [(8, 8), (8, 4), (28, 4), (12, 1), (3, 1), (6, 2), (14, 2), (16, 1), (64, 2)], ids=str
+)
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
 def test_gqa_mapping(target: str, heads: tuple[int, int], dtype: str) -> None:
     """Query head h reads kv head h // (head_num // kv_head_num)."""

@@ -7,7 +7,19 @@ from typing import Any
 
 import numpy as np
 import pytest
-from cases import ALIBI, DTYPES, Case, assert_close, assert_near, assert_value, check, distance_template, make_case, run, with_mask
+from cases import (
+    ALIBI,
+    DTYPES,
+    Case,
+    assert_close,
+    assert_near,
+    assert_value,
+    check,
+    distance_template,
+    make_case,
+    run,
+    with_mask,
+)
 
 import numba_prefix as nbp
 

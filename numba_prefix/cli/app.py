@@ -7,9 +7,10 @@ import os
 import sys
 from collections.abc import Callable, Sequence
 
+from numba_prefix.cli.background import EXIT_INTERRUPTED
 from numba_prefix.cli.table import UsageError, one_line
 
-EXIT_OK, EXIT_WRONG, EXIT_USAGE, EXIT_INTERRUPTED = 0, 1, 2, 130
+EXIT_OK, EXIT_USAGE = 0, 2
 
 EPILOG = "exit codes: 0 done; 1 a result is over the error budget; 2 bad arguments or a bad file; 130 interrupted"
 

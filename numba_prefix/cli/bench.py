@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 
 from numba_prefix.cli import table
+from numba_prefix.cli.background import interruptible
 from numba_prefix.cli.info import cpu_report, thread_report, versions
 from numba_prefix.cli.run import error_text, kernel_summary
 from numba_prefix.cli.table import UsageError
@@ -33,7 +34,7 @@ def command(arguments: argparse.Namespace) -> int:
         inputs = _inputs(arguments)
         began = time.perf_counter()
         with table.slow("loading kernels, or compiling them (about 20 s, once per machine and version)"):
-            op, out, kernels = first_run(inputs, Context("cpu", arguments.threads))
+            op, out, kernels = interruptible(lambda: first_run(inputs, Context("cpu", arguments.threads)))
         first_seconds = time.perf_counter() - began
     except (TypeError, ValueError) as error:
         raise UsageError(error) from error

@@ -12,6 +12,7 @@ import numpy as np
 
 from numba_prefix.arrays import describe
 from numba_prefix.cli import table
+from numba_prefix.cli.background import interruptible
 from numba_prefix.cli.load import Loaded, check_writable, load, save
 from numba_prefix.cli.table import UsageError
 from numba_prefix.front import Context, Op, TargetUnavailableError
@@ -32,7 +33,7 @@ def command(arguments: argparse.Namespace) -> int:
         inputs, remarks = _overridden(loaded.inputs, arguments.mask_type, arguments.qk_scale)
         began = time.perf_counter()
         with table.slow("loading kernels, or compiling them (about 20 s, once per machine and version)"):
-            op, out, kernels = first_run(inputs, Context(arguments.target, arguments.threads))
+            op, out, kernels = interruptible(lambda: first_run(inputs, Context(arguments.target, arguments.threads)))
         first_seconds = time.perf_counter() - began
     except TargetUnavailableError as error:
         raise UsageError(error) from error

@@ -7,6 +7,7 @@ from typing import Any
 
 from numba_prefix import warm
 from numba_prefix.cli import table
+from numba_prefix.cli.background import interruptible
 from numba_prefix.cli.info import cache_report
 from numba_prefix.cli.table import UsageError
 from numba_prefix.front import TargetUnavailableError
@@ -17,12 +18,14 @@ SOURCES = {"compiled": "compiled", "cache": "loaded from the cache", "memory": "
 def command(arguments: argparse.Namespace) -> int:
     try:
         with table.slow("loading kernels, or compiling them (about 20 s, once per machine and version)"):
-            report = warm.measure(
-                arguments.target,
-                dtypes=arguments.dtypes,
-                head_sizes=arguments.head_sizes,
-                mask_types=arguments.mask_types,
-                num_threads=arguments.threads,
+            report = interruptible(
+                lambda: warm.measure(
+                    arguments.target,
+                    dtypes=arguments.dtypes,
+                    head_sizes=arguments.head_sizes,
+                    mask_types=arguments.mask_types,
+                    num_threads=arguments.threads,
+                )
             )
     except (TypeError, ValueError, TargetUnavailableError) as error:
         raise UsageError(error) from error

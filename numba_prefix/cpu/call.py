@@ -17,7 +17,8 @@ from numba_prefix.tiling import BLOCK_M, BLOCK_N, round_up
     # codes
     DTYPE, MASK_DTYPE, BIAS, IS_CAUSAL,
     # byte offsets in a worker's scratch, and the pitch of its rows of keys and values
-    Q_T, K_ROWS, V_ROWS, S, ENTRIES, ACC, STATE, ALPHA, ROW_SLOPES, Q_POS, LAST, MASK_BASE, ROWS, KEY_LIST, VALUE_LIST, KV_LANE, PITCH,
+    Q_T, K_ROWS, V_ROWS, S, ENTRIES, ACC, STATE, ALPHA, ROW_SLOPES, Q_POS, LAST, MASK_BASE, ROWS,
+    KEY_LIST, VALUE_LIST, KV_LANE, PITCH,
     CALL_LENGTH,
 ) = range(55)
 # fmt: on

@@ -19,6 +19,8 @@ from numba_prefix.cpu.memory import I16X16, bf16_to_f32, f16_to_f32, pointer
 # Accumulators kept in registers at a time: 16 where there are 32 vector registers of 16 lanes, 4 elsewhere.
 DOTS = 16 if "avx512f" in features() else 4
 FOLD_ROWS = (1, 4, 8)  # as tiling.fold_rows
+# Vectors of a value row that one wide pass over the keys takes.
+VALUE_COLUMNS = {rows: max(1, min(4, DOTS // rows)) for rows in FOLD_ROWS}
 ZERO = ir.Constant(f32x16.llvm, [ir.Constant(F32, 0.0)] * LANES)
 DTYPES = ("float16", "bfloat16", "float32")
 
@@ -87,9 +89,16 @@ def _emit_scores(builder: ir.IRBuilder, args: Any, rows: int, dtype: str) -> Non
 
 
 def _emit_values(builder: ir.IRBuilder, args: Any, rows: int, dtype: str, columns: int) -> None:
+    """As many rows at a time as the accumulators allow."""
+    step = min(rows, max(1, DOTS // columns))
+    for first in range(0, rows, step):
+        _emit_value_rows(builder, args, rows, range(first, first + step), dtype, columns)
+
+
+def _emit_value_rows(builder: ir.IRBuilder, args: Any, rows: int, some: range, dtype: str, columns: int) -> None:
     sources, offset, p, num_keys, acc, acc_pitch, alpha = args
     item = 64 if dtype == "float32" else 32
-    blocks = [(r, x) for r in range(rows) for x in range(columns)]
+    blocks = [(r, x) for r in some for x in range(columns)]
     constant = lambda value: ir.Constant(I64, value)  # noqa: E731
 
     def scalar(base: ir.Value, index: int) -> ir.Value:
@@ -101,11 +110,11 @@ def _emit_values(builder: ir.IRBuilder, args: Any, rows: int, dtype: str, column
         start = builder.add(row, offset)
         v = [_load_row(builder, dtype, builder.add(start, constant(item * x))) for x in range(columns)]
         p_row = builder.add(p, builder.mul(j, constant(4 * rows)))
-        weights = [scalar(p_row, r) for r in range(rows)]
+        weights = {r: scalar(p_row, r) for r in some}
         return [call(builder, "llvm.fmuladd", v[x], weights[r], t) for (r, x), t in zip(blocks, totals, strict=True)]
 
     totals = _count_loop(builder, num_keys, [ZERO] * len(blocks), body)
-    factor = [scalar(alpha, r) for r in range(rows)]
+    factor = {r: scalar(alpha, r) for r in some}
     for (r, x), total in zip(blocks, totals, strict=True):
         place = builder.add(acc, builder.add(builder.mul(acc_pitch, constant(r)), constant(64 * x)))
         target = pointer(builder, place, f32x16.llvm)
@@ -126,7 +135,7 @@ def _switch(builder: ir.IRBuilder, code: ir.Value, emit: Any) -> None:
     builder.position_at_end(after)
 
 
-@intrinsic  # type: ignore[untyped-decorator]
+@intrinsic
 def score_vector(typingctx: Any, code: Any, keys: Any, q: Any, q_pitch: Any, depth: Any, s: Any) -> Any:
     """The 16 products of 16 / R keys with all R rows, one vector at s.
 
@@ -141,12 +150,13 @@ def score_vector(typingctx: Any, code: Any, keys: Any, q: Any, q_pitch: Any, dep
     return types.void(*[types.int64] * 6), codegen
 
 
-@intrinsic  # type: ignore[untyped-decorator]
+@intrinsic
 def add_values(
     typingctx: Any, code: Any, sources: Any, offset: Any, p: Any, num_keys: Any, acc: Any, acc_pitch: Any, alpha: Any,
     is_wide: Any,
 ) -> Any:  # fmt: skip
-    """acc[row, x] = alpha[row] * acc[row, x] + sum over keys of p[key, row] * V[key, x], for 16 x, or wide: for 64 (32 with R = 8).
+    """acc[row, x] = alpha[row] * acc[row, x] + sum over keys of p[key, row] * V[key, x], for 16 x; if wide, for
+    VALUE_COLUMNS[R] times as many.
 
     code: few.variant; sources: address of a list of row addresses; offset: bytes into each row; p: float32 [num_keys, R];
     alpha: float32 [R]. The sum over keys starts at zero, as in cpu/vector.py.
@@ -155,15 +165,13 @@ def add_values(
     def codegen(context: Any, builder: Any, sig: Any, args: Any) -> Any:
         wide, narrow, after = (builder.append_basic_block(f"values.{name}") for name in ("wide", "narrow", "end"))
         builder.cbranch(args[8], wide, narrow)
-        for block, is_wide in ((wide, True), (narrow, False)):
+        for block, columns in ((wide, VALUE_COLUMNS), (narrow, dict.fromkeys(FOLD_ROWS, 1))):
             builder.position_at_end(block)
-            _switch(
-                builder,
-                args[0],
-                lambda rows, dtype, is_wide=is_wide: _emit_values(
-                    builder, args[1:8], rows, dtype, (2 if rows == 8 else 4) if is_wide else 1
-                ),
-            )
+
+            def emit(rows: int, dtype: str, columns: dict[int, int] = columns) -> None:
+                _emit_values(builder, args[1:8], rows, dtype, columns[rows])
+
+            _switch(builder, args[0], emit)
             builder.branch(after)
         builder.position_at_end(after)
         return context.get_dummy_value()

@@ -12,7 +12,7 @@ import numpy as np
 
 from numba_prefix import tiling
 from numba_prefix.cpu import call as c
-from numba_prefix.cpu.dots import add_values, score_vector
+from numba_prefix.cpu.dots import VALUE_COLUMNS, add_values, score_vector
 from numba_prefix.cpu.jit import inline, part
 from numba_prefix.cpu.memory import (
     any_lane,
@@ -37,6 +37,7 @@ from numba_prefix.cpu.vector import COLUMN_ROW
 from numba_prefix.softmax import normalize, rescale, running_max, shift_of
 from numba_prefix.tiling import BLOCK_N
 
+WIDTH_1, WIDTH_4, WIDTH_8 = (16 * VALUE_COLUMNS[rows] for rows in (1, 4, 8))
 ZERO = np.float32(0.0)
 NEG_INF = np.float32(-np.inf)
 
@@ -143,7 +144,7 @@ def variant(call: Any, fold_rows: Any) -> Any:
 @part
 def output_few(call: Any, fold_rows: Any, num_keys: Any, scratch: Any) -> None:
     head_size, item = call[c.HEAD_SIZE], item_bytes(call[c.DTYPE])
-    width = 32 if fold_rows == 8 else 64
+    width = WIDTH_1 if fold_rows == 1 else WIDTH_4 if fold_rows == 4 else WIDTH_8
     code = variant(call, fold_rows)
     wide = head_size // width * width
     for i in range(0, wide, width):

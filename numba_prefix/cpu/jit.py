@@ -20,7 +20,7 @@ DEVICE_OPTIONS = {"error_model": "numpy", "boundscheck": False, "no_cfunc_wrappe
 OPTIONS = {"nopython": True, "nogil": True, **DEVICE_OPTIONS}
 
 
-class Kernel(CPUDispatcher):  # type: ignore[misc]
+class Kernel(CPUDispatcher):
     """A kernel is compiled even where NUMBA_DISABLE_JIT asks for Python: there is no Python version of it to debug."""
 
     def compile(self, sig: Any) -> Any:

@@ -41,7 +41,7 @@ class LanesType(types.Type):
 
 
 @register_model(LanesType)
-class LanesModel(models.PrimitiveModel):  # type: ignore[misc]
+class LanesModel(models.PrimitiveModel):
     def __init__(self, dmm: Any, fe_type: LanesType) -> None:
         super().__init__(dmm, fe_type, fe_type.llvm)
 
@@ -100,7 +100,7 @@ def _pair(args: tuple[types.Type, ...], allowed: tuple[LanesType, ...]) -> Lanes
 def _binary(op: Any, float_op: str | None, int_op: str | None) -> None:
     allowed = ((f32x16,) if float_op else ()) + ((i32x16, i64x16, b1x16) if int_op else ())
 
-    class Typing(AbstractTemplate):  # type: ignore[misc]
+    class Typing(AbstractTemplate):
         def generic(self, args: Any, kws: Any) -> Any:
             wanted = _pair(args, allowed)
             return signature(wanted, *args) if wanted is not None else None
@@ -108,13 +108,13 @@ def _binary(op: Any, float_op: str | None, int_op: str | None) -> None:
     def lower(context: Any, builder: Any, sig: Any, args: Any) -> Any:
         wanted = sig.return_type
         a, b = (widen(context, builder, v, t, wanted) for v, t in zip(args, sig.args, strict=True))
-        return getattr(builder, float_op if wanted is f32x16 else int_op)(a, b)
+        return getattr(builder, str(float_op if wanted is f32x16 else int_op))(a, b)
 
     _register(op, Typing, lower)
 
 
 def _compare(op: Any, predicate: str) -> None:
-    class Typing(AbstractTemplate):  # type: ignore[misc]
+    class Typing(AbstractTemplate):
         def generic(self, args: Any, kws: Any) -> Any:
             wanted = _pair(args, (f32x16, i32x16, i64x16))
             return signature(b1x16, *args) if wanted is not None else None
@@ -160,7 +160,7 @@ for _op, _predicate in (
 
 
 @infer_global(operator.neg)
-class _NegTyping(AbstractTemplate):  # type: ignore[misc]
+class _NegTyping(AbstractTemplate):
     def generic(self, args: Any, kws: Any) -> Any:
         return signature(f32x16, f32x16) if args == (f32x16,) else None
 
@@ -174,7 +174,7 @@ def _lower_neg(context: Any, builder: Any, sig: Any, args: Any) -> Any:
 
 
 @infer_global(vocabulary.where)
-class _WhereTyping(AbstractTemplate):  # type: ignore[misc]
+class _WhereTyping(AbstractTemplate):
     """where(lane mask or scalar condition, a, b): lanes if either a or b is a lane vector."""
 
     def generic(self, args: Any, kws: Any) -> Any:
@@ -202,7 +202,7 @@ lower_builtin(vocabulary.where, types.Any, types.Any, types.Any)(_lower_where)
 
 
 @infer_global(vocabulary.maximum)
-class _MaximumTyping(AbstractTemplate):  # type: ignore[misc]
+class _MaximumTyping(AbstractTemplate):
     def generic(self, args: Any, kws: Any) -> Any:
         wanted = _pair(args, (f32x16, i32x16, i64x16))
         return signature(wanted, *args) if wanted is not None else None
@@ -220,7 +220,7 @@ for _pattern in ((LanesType, LanesType), (LanesType, types.Any), (types.Any, Lan
 
 
 def _unary(function: Any, given: tuple[LanesType, ...], lower: Any) -> None:
-    class Typing(AbstractTemplate):  # type: ignore[misc]
+    class Typing(AbstractTemplate):
         def generic(self, args: Any, kws: Any) -> Any:
             return signature(f32x16, *args) if len(args) == 1 and args[0] in given else None
 

@@ -23,7 +23,7 @@ def pointer(builder: ir.IRBuilder, address: ir.Value, to: ir.Type) -> ir.Value:
 
 
 def _make_load(result: types.Type, memory: ir.Type, convert: Any = None) -> Any:
-    @intrinsic  # type: ignore[untyped-decorator]
+    @intrinsic
     def load(typingctx: Any, address: Any) -> Any:
         def codegen(context: Any, builder: Any, sig: Any, args: Any) -> Any:
             value = builder.load(pointer(builder, args[0], memory), align=1)
@@ -35,7 +35,7 @@ def _make_load(result: types.Type, memory: ir.Type, convert: Any = None) -> Any:
 
 
 def _make_store(given: types.Type, memory: ir.Type, convert: Any = None) -> Any:
-    @intrinsic  # type: ignore[untyped-decorator]
+    @intrinsic
     def store(typingctx: Any, address: Any, value: Any) -> Any:
         def codegen(context: Any, builder: Any, sig: Any, args: Any) -> Any:
             value = convert(builder, args[1]) if convert else args[1]
@@ -140,7 +140,7 @@ store1_i64 = _make_store(types.int64, I64)
 
 
 def _make_gather(memory: ir.Type, convert: Any) -> Any:
-    @intrinsic  # type: ignore[untyped-decorator]
+    @intrinsic
     def gather(typingctx: Any, addresses: Any) -> Any:
         def codegen(context: Any, builder: Any, sig: Any, args: Any) -> Any:
             value = ir.Constant(ir.VectorType(memory, LANES), ir.Undefined)
@@ -163,13 +163,13 @@ gather_bf16 = _make_gather(I16, bf16_to_f32)
 # --- lanes themselves ------------------------------------------------------------------------------------------------
 
 
-@intrinsic  # type: ignore[untyped-decorator]
+@intrinsic
 def splat_f32(typingctx: Any, value: Any) -> Any:
     """f32x16 with a float32 in every lane."""
     return f32x16(types.float32), lambda context, builder, sig, args: splat(builder, args[0])
 
 
-@intrinsic  # type: ignore[untyped-decorator]
+@intrinsic
 def splat_i32(typingctx: Any, value: Any) -> Any:
     """i32x16 with an integer, taken modulo 2**32, in every lane."""
 
@@ -179,18 +179,18 @@ def splat_i32(typingctx: Any, value: Any) -> Any:
     return i32x16(types.int64), codegen
 
 
-@intrinsic  # type: ignore[untyped-decorator]
+@intrinsic
 def fma(typingctx: Any, a: Any, b: Any, c: Any) -> Any:
     """a * b + c, with one rounding where the CPU has the instruction (as in the micro-kernels)."""
     return f32x16(f32x16, f32x16, f32x16), lambda context, builder, sig, args: call(builder, "llvm.fmuladd", *args)
 
 
-@intrinsic  # type: ignore[untyped-decorator]
+@intrinsic
 def to_i64(typingctx: Any, lanes: Any) -> Any:
     return i64x16(i32x16), lambda context, builder, sig, args: builder.sext(args[0], i64x16.llvm)
 
 
-@intrinsic  # type: ignore[untyped-decorator]
+@intrinsic
 def is_not_finite(typingctx: Any, lanes: Any) -> Any:
     """b1x16: infinite or NaN."""
 
@@ -201,7 +201,7 @@ def is_not_finite(typingctx: Any, lanes: Any) -> Any:
     return b1x16(f32x16), codegen
 
 
-@intrinsic  # type: ignore[untyped-decorator]
+@intrinsic
 def any_lane(typingctx: Any, mask: Any) -> Any:
     def codegen(context: Any, builder: Any, sig: Any, args: Any) -> Any:
         return builder.icmp_unsigned("!=", builder.bitcast(args[0], I16), ir.Constant(I16, 0))
@@ -209,7 +209,7 @@ def any_lane(typingctx: Any, mask: Any) -> Any:
     return types.boolean(b1x16), codegen
 
 
-@intrinsic  # type: ignore[untyped-decorator]
+@intrinsic
 def fold_lanes(typingctx: Any, lanes: Any, distance: Any) -> Any:
     """The vector rotated down by 8, 4, 2 or 1 lanes (a literal), to fold lanes onto each other."""
     if not isinstance(distance, types.IntegerLiteral):
@@ -226,7 +226,7 @@ def fold_lanes(typingctx: Any, lanes: Any, distance: Any) -> Any:
 # --- blocks ----------------------------------------------------------------------------------------------------------
 
 
-@intrinsic  # type: ignore[untyped-decorator]
+@intrinsic
 def transpose_block(typingctx: Any, source: Any, source_pitch: Any, target: Any, target_pitch: Any) -> Any:
     """float32 [16, 16] at `source` to its transpose at `target`; pitches are bytes from row to row."""
 
@@ -254,7 +254,7 @@ def transpose_block(typingctx: Any, source: Any, source_pitch: Any, target: Any,
     return types.void(types.int64, types.int64, types.int64, types.int64), codegen
 
 
-@intrinsic  # type: ignore[untyped-decorator]
+@intrinsic
 def atomic_add(typingctx: Any, address: Any, value: Any) -> Any:
     """Adds to the int64 at an 8-byte aligned address, as one step among all threads; returns what was there."""
 
@@ -264,7 +264,7 @@ def atomic_add(typingctx: Any, address: Any, value: Any) -> Any:
     return types.int64(types.int64, types.int64), codegen
 
 
-@intrinsic  # type: ignore[untyped-decorator]
+@intrinsic
 def prefetch(typingctx: Any, address: Any) -> Any:
     """Asks for the cache line at an address, to be read; never faults."""
 

@@ -10,10 +10,7 @@ from pathlib import Path
 
 def available_cpus() -> int:
     """CPUs this process may run on: its affinity, capped by a cgroup's CPU quota (versions 1 and 2)."""
-    if hasattr(os, "sched_getaffinity"):
-        cpus = len(os.sched_getaffinity(0))
-    else:
-        cpus = os.cpu_count() or 1
+    cpus = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     quota = _cgroup_quota()
     return max(1, min(cpus, math.ceil(quota)) if quota is not None else cpus)
 

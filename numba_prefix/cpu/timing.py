@@ -30,7 +30,7 @@ def _counts(kernel: Any) -> tuple[int, int]:
     return sum(kernel.stats.cache_hits.values()), sum(kernel.stats.cache_misses.values())
 
 
-class _FirstCalls(event.Listener):  # type: ignore[misc]
+class _FirstCalls(event.Listener):
     """Times Numba's compiler lock, which a kernel's first call holds while it is loaded or compiled."""
 
     def __init__(self) -> None:

@@ -25,7 +25,7 @@ FLOAT = 4
 
 
 def _make_product(columns: int, finish: Any) -> Any:
-    @intrinsic  # type: ignore[untyped-decorator]
+    @intrinsic
     def product(
         typingctx: Any, a: Any, a_pitch: Any, b: Any, b_column: Any, num_steps: Any, c: Any, c_column: Any, old: Any
     ) -> Any:

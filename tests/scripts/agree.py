@@ -8,7 +8,9 @@ from cases import DTYPES, MASK_FORMS, assert_oracle, check, make_case, with_mask
 
 for dtype in DTYPES:
     for form in MASK_FORMS:
-        case = make_case([3, 0, 1, 20], [5, 4, 140, 20], head_num=4, kv_head_num=2, head_size=5, block_size=3, dtype=dtype)
+        case = make_case(
+            [3, 0, 1, 20], [5, 4, 140, 20], head_num=4, kv_head_num=2, head_size=5, block_size=3, dtype=dtype
+        )
         case = with_mask(case, form)
         assert_oracle(case)
         check(case, sys.argv[1])

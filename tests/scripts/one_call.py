@@ -15,12 +15,16 @@ import numpy as np
 from numba.core import event
 from numba.core.dispatcher import Dispatcher
 
-RELAXED = re.compile(r"^.*\b(?:fadd|fsub|fmul|fdiv|fneg|fcmp|call|select|phi)\b.*\b(?:fast|nnan|ninf)\b.*$", re.MULTILINE)
+RELAXED = re.compile(
+    r"^.*\b(?:fadd|fsub|fmul|fdiv|fneg|fcmp|call|select|phi)\b.*\b(?:fast|nnan|ninf)\b.*$", re.MULTILINE
+)
 
 
 def flags() -> dict[str, Any]:
     """The package's dispatchers, those with fastmath options, and LLVM instructions that may assume no NaN or infinity."""
-    mine = [x for x in gc.get_objects() if isinstance(x, Dispatcher) and x.py_func.__module__.startswith("numba_prefix")]
+    mine = [
+        x for x in gc.get_objects() if isinstance(x, Dispatcher) and x.py_func.__module__.startswith("numba_prefix")
+    ]
     relaxed = [x.py_func.__name__ for x in mine if x.targetoptions.get("fastmath")]
     texts = [text for x in mine for text in x.inspect_llvm().values()]
     lines = [line.strip() for text in texts for line in RELAXED.findall(text)]

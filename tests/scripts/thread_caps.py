@@ -14,7 +14,7 @@ import numpy as np
 if "pinned" in sys.argv:
     os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})
 
-from cases import make_case, run, same_bits  # noqa: E402
+from cases import make_case, run, same_bits
 
 CASE = make_case([700, 700], [700, 1500], head_num=8, kv_head_num=8, head_size=128)
 
