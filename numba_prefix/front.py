@@ -164,9 +164,11 @@ class Op:
             self._plan = _cpu().plan(problem, *lengths, _num_threads(context.num_threads))
         else:
             _num_threads(context.num_threads)
-        self.out: Any = operands.out.owner if operands.out is not None else None
+        self.out: Any = None
+        self._bound: NDArray[np.int64] | None = None
         if return_lse:
             self.lse = empty_like(operands.q, (problem.num_tokens, problem.head_num), "float32")
+        self._bind()
 
     @property
     def workspace_size(self) -> int:
@@ -175,18 +177,36 @@ class Op:
 
     def run(self, workspace: Any = None) -> None:
         """Compute, writing out. workspace None: a buffer kept for the calling thread."""
-        buffer = _workspace(workspace, self.workspace_size)
-        dense = self._dense_operands()
+        address, kept = _workspace(workspace, self.workspace_size)
+        if self._bound is not None:
+            _cpu().run(self._plan, self._bound, address)
+        else:
+            self._run_unbound(address)
+        del kept
+
+    def _run_unbound(self, workspace_address: int) -> None:
+        """A target without a bound call, or arrays of which dense copies have to be made at every run."""
         out = self._operands.out
         assert out is not None
-        target = unit_stride(out)
+        dense, target = self._dense_operands(), unit_stride(out)
         lse = None if self.lse is None else describe(self.lse, "lse")
         if self.target == "cpu":
-            _cpu().run(self._plan, dense, target, lse.address if lse else 0, buffer)
+            cpu = _cpu()
+            call = cpu.bind(self._plan, dense, target, lse.address if lse else 0)
+            cpu.run(self._plan, call, workspace_address)
         else:
             _run_reference(self.problem, dense, self._lengths, target, lse)
         if target is not out:
             bits(out)[...] = bits(target)
+
+    def _bind(self) -> None:
+        """The kernel's arguments, ready for any number of runs."""
+        o = self._operands
+        self.out = o.out.owner if o.out is not None else None
+        self._bound = None
+        if self.target == "cpu" and o.out is not None and self._dense_operands() is o and unit_stride(o.out) is o.out:
+            lse = describe(self.lse, "lse").address if self.lse is not None else 0
+            self._bound = _cpu().bind(self._plan, o, o.out, lse)
 
     def rebind(
         self,
@@ -201,8 +221,8 @@ class Op:
     ) -> Op:
         """Take other arrays for the next run, of the same shapes, dtypes and device; those left out stay. Returns self.
 
-        Raises TypeError and ValueError as planning did; block ids are checked for a new table or a smaller cache. After an error the
-        operation is bound as before."""
+        Raises TypeError and ValueError as planning did; block ids are checked for a new table or a smaller cache. After an
+        error the operation is bound as before."""
         old = self._operands
         kept = {"q": query, "k_cache": key, "v_cache": value, "block_tables": block_tables, "mask": mask}
         kept |= {"slopes": slopes, "out": attn_out}
@@ -220,16 +240,16 @@ class Op:
         if block_tables is not None or problem.num_blocks < self.problem.num_blocks:
             self._check_tables(problem, operands)
         self.problem, self._operands = problem, operands
-        self.out = operands.out.owner if operands.out is not None else None
+        self._bind()
         return self
 
     def _allocate_out(self, query: Any) -> None:
         q = self._operands.q
         shape = tuple(query.shape) if q.kind != "dlpack" else describe(query, "query").shape
-        self.out = empty_like(q, shape, q.dtype)
-        made = describe(self.out, "out")
-        dense = replace(made, shape=q.shape, strides=contiguous_strides(q.shape))
-        self._operands = replace(self._operands, out=dense)
+        made = describe(empty_like(q, shape, q.dtype), "out")
+        made.shape, made.strides = q.shape, contiguous_strides(q.shape)
+        self._operands = replace(self._operands, out=made)
+        self._bind()
 
     def _check_tables(self, problem: Problem, operands: Operands) -> None:
         if self._validate == "full":
@@ -293,19 +313,19 @@ _kept = threading.local()
 KEPT_WORKSPACE_BYTES = 64 << 20  # larger ones are not kept after the call
 
 
-def _workspace(given: Any, size: int) -> NDArray[np.uint8]:
-    """A writable uint8 view of at least `size` bytes."""
+def _workspace(given: Any, size: int) -> tuple[int, Any]:
+    """Address of at least `size` writable bytes, and what keeps them alive."""
     if given is None:
         buffer: NDArray[np.uint8] | None = getattr(_kept, "buffer", None)
         if buffer is None or buffer.nbytes < size:
             buffer = np.empty(size, np.uint8)
             if size <= KEPT_WORKSPACE_BYTES:
                 _kept.buffer = buffer
-        return buffer
+        return buffer.__array_interface__["data"][0], buffer
     view = _bytes_of(given)
     if view.nbytes < size:
         raise ValueError(f"workspace: got {view.nbytes} bytes, expected at least {size}")
-    return view
+    return view.__array_interface__["data"][0], view
 
 
 def _bytes_of(given: Any) -> NDArray[np.uint8]:

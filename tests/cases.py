@@ -137,10 +137,11 @@ def repaged(case: Case, *, seed: int, block_size: int | None = None, poison: flo
     size = block_size or case.key.shape[1]
     tables, num_blocks = shuffled_tables(case.kv_seq_len, size, np.random.default_rng(seed), spare=3, tail=tail)
     kinds = {"tables": tables, "num_blocks": num_blocks, "poison": poison}
+    nothing = case.key.reshape(-1, *case.key.shape[2:])[:0]
     return replace(
         case,
-        key=paged(case.keys, size, **kinds),
-        value=paged(case.values, size, **kinds),
+        key=paged(case.keys or (nothing,), size, **kinds),
+        value=paged(case.values or (nothing,), size, **kinds),
         block_tables=tables,
     )
 

@@ -15,6 +15,7 @@ KERNELS = tuple(name for name in TARGETS if name != "reference")
 
 _quiet = {"deadline": None, "suppress_health_check": [HealthCheck.too_slow, HealthCheck.data_too_large]}
 settings.register_profile("ci", max_examples=40, derandomize=True, print_blob=True, **_quiet)
+settings.register_profile("short", max_examples=10, derandomize=True, **_quiet)
 settings.register_profile("dev", max_examples=40, **_quiet)
 settings.register_profile("long", max_examples=1000, **_quiet)
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "ci" if os.environ.get("CI") else "dev"))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import functools
 import math
 from dataclasses import dataclass
@@ -18,13 +19,14 @@ from numba_prefix.cpu.kernel import drain
 from numba_prefix.cpu.pool import run_together
 from numba_prefix.masks import MaskType
 from numba_prefix.problem import Operands, Problem
-from numba_prefix.workspace import ALIGNMENT, INT64_BYTES, Layout, workspace_layout
+from numba_prefix.workspace import ALIGNMENT, Layout, workspace_layout
 
 count_work = kernel(tiling.count_work)
 fill_work = kernel(tiling.fill_work)
 
-# A helper thread costs about as much to wake as this many flops take to do: below it, a call stays on its own thread.
-FLOPS_PER_WORKER = 4e6
+# A helper costs about 100 us to wake, in which a thread does this much: with less for each, fewer are woken. Measured: 9
+# MFLOP take 145 us on one thread and 153 us on two.
+FLOPS_PER_WORKER = 8e6
 # Items taken per visit to compiled code: a call returns to Python often enough for Ctrl-C to be seen within a second.
 ITEMS_PER_VISIT = 4096
 
@@ -105,31 +107,12 @@ def _factors(qk_scale: float, bias: int) -> NDArray[np.float32]:
     return factors
 
 
-def run(plan: CpuPlan, operands: Operands, out: Tensor, lse_address: int, workspace: NDArray[np.uint8]) -> None:
-    """Writes out (and lse, float32 [num_tokens, head_num], unless its address is 0). workspace: at least
-    plan.workspace_bytes, at any alignment; its contents are overwritten."""
-    layout = plan.layout
-    if layout.total_bytes == 0:
-        return
-    start = workspace.ctypes.data
-    base = tiling.round_up(start, ALIGNMENT)
-    counters = workspace[base - start : base - start + layout.partials].view(np.int64)
-    assert counters.size * INT64_BYTES == layout.partials
-    counters[:] = 0
+def bind(plan: CpuPlan, operands: Operands, out: Tensor, lse_address: int) -> NDArray[np.int64]:
+    """A kernel's int64 [CALL_LENGTH] with the addresses and byte strides of these arrays; run adds the workspace's.
+
+    lse_address: of float32 [num_tokens, head_num], or 0.
+    """
     call = plan.template.copy()
-    call[c.QUEUE], call[c.ARRIVALS] = base, base + layout.arrivals
-    call[c.PARTIALS], call[c.SCRATCH] = base + layout.partials, base + layout.scratch
-    _bind(call, operands, out, lse_address)
-
-    def task(worker: int) -> None:
-        while drain(call, plan.factors, plan.sequences, plan.work, worker, ITEMS_PER_VISIT):
-            pass
-
-    run_together(task, layout.num_workers)
-
-
-def _bind(call: NDArray[np.int64], operands: Operands, out: Tensor, lse_address: int) -> None:
-    """Addresses and byte strides of this run's arrays."""
     q, k, v, table = operands.q, operands.k_cache, operands.v_cache, operands.block_tables
     item = 4 if q.dtype == "float32" else 2
     call[c.Q : c.LSE + 1] = (
@@ -149,3 +132,24 @@ def _bind(call: NDArray[np.int64], operands: Operands, out: Tensor, lse_address:
         mask_item = 4 if mask.dtype == "float32" else 2
         head, row, column = (0, *mask.strides) if mask.ndim == 2 else mask.strides
         call[c.MASK_HEAD : c.MASK_COLUMN + 1] = (head * mask_item, row * mask_item, column * mask_item)
+    return call
+
+
+def run(plan: CpuPlan, bound: NDArray[np.int64], workspace_address: int) -> None:
+    """Computes what `bound` (from bind) is about. workspace_address: of at least plan.workspace_bytes, at any alignment;
+    what it held is overwritten. One bound call may run on several threads at once, each with its own workspace."""
+    layout = plan.layout
+    if layout.total_bytes == 0:
+        return
+    base = tiling.round_up(workspace_address, ALIGNMENT)
+    ctypes.memset(base, 0, layout.partials)  # the counters
+    call = bound.copy()
+    call[c.QUEUE], call[c.ARRIVALS] = base, base + layout.arrivals
+    call[c.PARTIALS], call[c.SCRATCH] = base + layout.partials, base + layout.scratch
+    arguments = (call, plan.factors, plan.sequences, plan.work)
+
+    def task(worker: int) -> None:
+        while drain(*arguments, worker, ITEMS_PER_VISIT):
+            pass
+
+    run_together(task, layout.num_workers)

@@ -1,0 +1,38 @@
+"""The same tests with LLVM kept to the instructions of older x86 CPUs, each in a process of its own."""
+
+from __future__ import annotations
+
+import os
+import platform
+import subprocess
+import sys
+
+import pytest
+from processes import ROOT, TESTS, environment
+
+SSE = "+sse3,+ssse3,+sse4.1,+sse4.2,+popcnt,+cx16"
+CPUS = {
+    # AVX2, FMA and half conversion: 16 registers of 8 lanes
+    "haswell": f"{SSE},+avx,+avx2,+fma,+f16c,+bmi,+bmi2,+lzcnt,+movbe",
+    # nothing beyond SSE4.2: no FMA, float16 converted by integer arithmetic
+    "nehalem": SSE,
+}
+SUITES = {
+    "haswell": [
+        *("test_semantics.py", "test_semantics_alibi.py", "test_contract.py", "test_contract_edges.py"),
+        *("test_workspace.py", "test_machine_code.py", "test_properties.py"),
+    ],
+    "nehalem": ["test_semantics.py", "test_contract_edges.py", "test_bugs_masks.py", "test_bugs_inputs.py"],
+}
+
+
+@pytest.mark.skipif(platform.machine().lower() not in ("x86_64", "amd64"), reason="x86 CPUs")
+@pytest.mark.skipif("NUMBA_CPU_NAME" in os.environ, reason="this is such a process")
+@pytest.mark.parametrize("cpu", CPUS)
+def test_older_cpu(cpu: str) -> None:
+    env = environment(NUMBA_CPU_NAME=cpu, NUMBA_CPU_FEATURES=CPUS[cpu], HYPOTHESIS_PROFILE="short")
+    files = [str(TESTS / name) for name in SUITES[cpu]]
+    command = [sys.executable, "-m", "pytest", "-q", "-x", "-k", "not reference", "-p", "no:cacheprovider", *files]
+    done = subprocess.run(command, env=env, cwd=ROOT, capture_output=True, text=True, timeout=500, check=False)
+    assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-2000:]
+    assert " passed" in done.stdout
