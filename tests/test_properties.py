@@ -69,7 +69,11 @@ def single(draw: Any) -> tuple[Case, list[int]]:
     q = draw(st.integers(2, 200))
     kv = q + draw(PREFIXES)
     cuts = sorted(draw(st.sets(st.integers(1, q - 1), min_size=1, max_size=3)))
-    options = {"head_size": draw(HEAD_SIZES), "block_size": draw(BLOCK_SIZES), "dtype": draw(st.sampled_from(list(DTYPES)))}
+    options = {
+        "head_size": draw(HEAD_SIZES),
+        "block_size": draw(BLOCK_SIZES),
+        "dtype": draw(st.sampled_from(list(DTYPES))),
+    }
     case = make_case([q], [kv], head_num=4, kv_head_num=2, seed=draw(st.integers(0, 2**16)), **options)
     return with_mask(case, draw(st.sampled_from([form for form in MASK_FORMS if form != "none"]))), [0, *cuts, q]
 
@@ -142,7 +146,11 @@ def test_left_align_equals_linear(kernel: str, case: Case) -> None:
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@given(pair=st.tuples(st.integers(0, 40), st.integers(1, 60)), block_size=st.integers(1, 20), bad=st.sampled_from([np.nan, np.inf]))
+@given(
+    pair=st.tuples(st.integers(0, 40), st.integers(1, 60)),
+    block_size=st.integers(1, 20),
+    bad=st.sampled_from([np.nan, np.inf]),
+)
 def test_what_follows_a_row_cannot_reach_it(
     kernel: str, dtype: str, pair: tuple[int, int], block_size: int, bad: float
 ) -> None:
