@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from processes import ROOT, environment, finish, run_script, start
+from processes import ROOT, TESTS, environment, finish, run_script, start
 
 CAP_DAC_OVERRIDE, PR_CAPBSET_DROP = 1, 24
 PACKAGE = ROOT / "numba_prefix"
@@ -45,12 +45,6 @@ def test_d23_beside_a_parallel_function_of_the_user(layer: str) -> None:
     """A prange function of the user's runs at the same time: under workqueue a second user of the layer aborts."""
     output = run_script("many_threads.py", "prange", env=environment(NUMBA_THREADING_LAYER=layer))
     assert output.split()[-1] == layer
-
-
-def test_d23_first_calls_together(tmp_path: Path) -> None:
-    """numba#2804, #908: the first, uncompiled call made by all threads at once."""
-    env = environment(NUMBA_THREADING_LAYER="workqueue", NUMBA_CACHE_DIR=str(tmp_path))
-    run_script("many_threads.py", env=env)
 
 
 def test_d23_fork_after_a_call() -> None:
@@ -90,14 +84,14 @@ def bound_by_permissions() -> None:
         ctypes.CDLL(None).prctl(PR_CAPBSET_DROP, CAP_DAC_OVERRIDE, 0, 0, 0)
 
 
-def start_in(where: Path, *arguments: str, **changes: str | None) -> Any:
-    """scripts/one_call.py with the package of `where`, in a home that cannot be written."""
+def start_in(where: Path, *arguments: str, script: str = "one_call.py", **changes: str | None) -> Any:
+    """A script with the package of `where`, in a home that cannot be written."""
     home = where.parent / "home"
     home.mkdir(exist_ok=True)
     home.chmod(0o555)
     env = environment(HOME=str(home), XDG_CACHE_HOME=None, **changes)
-    env["PYTHONPATH"] = str(where)
-    return start("one_call.py", *arguments, env=env, cwd=home, preexec_fn=bound_by_permissions)
+    env["PYTHONPATH"] = os.pathsep.join([str(where), str(TESTS)])
+    return start(script, *arguments, env=env, cwd=home, preexec_fn=bound_by_permissions)
 
 
 @pytest.fixture(scope="module")
@@ -142,11 +136,17 @@ def test_d25_import_from_a_zip(tmp_path: Path, expected: str) -> None:
 
 @pytest.fixture(scope="module")
 def filled_cache(read_only_install: Path, tmp_path_factory: pytest.TempPathFactory, expected: str) -> Path:
-    """A NUMBA_CACHE_DIR that four processes found empty and filled at the same time, right results in each."""
+    """A NUMBA_CACHE_DIR that four processes found empty and filled at the same time, right results in each.
+
+    In one of them eight threads make the first call together (D23: numba#2804, #908).
+    """
     cache = tmp_path_factory.mktemp("cache")
-    for process in [start_in(read_only_install, NUMBA_CACHE_DIR=str(cache)) for _ in range(4)]:
+    changes = {"NUMBA_CACHE_DIR": str(cache), "NUMBA_THREADING_LAYER": "workqueue"}
+    threads = start_in(read_only_install, script="many_threads.py", **changes)
+    for process in [start_in(read_only_install, NUMBA_CACHE_DIR=str(cache)) for _ in range(3)]:
         result = outcome(finish(process, timeout=240))
         assert result["bits"] == expected and result["passes"] > 0
+    finish(threads, timeout=240)
     return cache
 
 

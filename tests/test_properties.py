@@ -128,7 +128,7 @@ def test_number_of_threads(kernel: str, case: Case) -> None:
 def test_one_shot_equals_chunked(kernel: str, problem: tuple[Case, list[int]]) -> None:
     """Within the tolerance of the whole."""
     case, cuts = problem
-    parts = [run(chunk(case, *ends), kernel) for ends in zip(cuts, cuts[1:], strict=False)]
+    parts = [run(chunk(case, *ends), kernel) for ends in itertools.pairwise(cuts)]
     assert_close(np.concatenate(parts), case)
 
 
