@@ -179,12 +179,11 @@ class Op:
         """Compute, writing out. workspace None: a buffer kept for the calling thread."""
         address, kept = _workspace(workspace, self.workspace_size)
         if self._bound is not None:
-            _cpu().run(self._plan, self._bound, address)
+            _cpu().run(self._plan, self._bound, address, (kept, self._operands, self.lse))
         else:
-            self._run_unbound(address)
-        del kept
+            self._run_unbound(address, kept)
 
-    def _run_unbound(self, workspace_address: int) -> None:
+    def _run_unbound(self, workspace_address: int, workspace: Any) -> None:
         """A target without a bound call, or arrays of which dense copies have to be made at every run."""
         out = self._operands.out
         assert out is not None
@@ -193,7 +192,7 @@ class Op:
         if self.target == "cpu":
             cpu = _cpu()
             call = cpu.bind(self._plan, dense, target, lse.address if lse else 0)
-            cpu.run(self._plan, call, workspace_address)
+            cpu.run(self._plan, call, workspace_address, (workspace, dense, target, self.lse))
         else:
             _run_reference(self.problem, dense, self._lengths, target, lse)
         if target is not out:

@@ -32,7 +32,7 @@ SUITES = {
 def test_older_cpu(cpu: str) -> None:
     env = environment(NUMBA_CPU_NAME=cpu, NUMBA_CPU_FEATURES=CPUS[cpu], HYPOTHESIS_PROFILE="short")
     files = [str(TESTS / name) for name in SUITES[cpu]]
-    command = [sys.executable, "-m", "pytest", "-q", "-x", "-k", "not reference", "-p", "no:cacheprovider", *files]
+    command = [sys.executable, "-m", "pytest", "-x", "-k", "not reference", "-p", "no:cacheprovider", *files]
     done = subprocess.run(command, env=env, cwd=ROOT, capture_output=True, text=True, timeout=500, check=False)
     assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-2000:]
     assert " passed" in done.stdout

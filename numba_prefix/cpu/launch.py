@@ -6,6 +6,7 @@ import ctypes
 import functools
 import math
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -27,8 +28,9 @@ fill_work = kernel(tiling.fill_work)
 # A helper costs about 100 us to wake, in which a thread does this much: with less for each, fewer are woken. Measured: 9
 # MFLOP take 145 us on one thread and 153 us on two.
 FLOPS_PER_WORKER = 8e6
-# Items taken per visit to compiled code: a call returns to Python often enough for Ctrl-C to be seen within a second.
-ITEMS_PER_VISIT = 4096
+# Compiled code is left about this often, so that Ctrl-C is seen; and a guess of one thread's speed to translate it.
+FLOPS_PER_VISIT = 0.05 * 50e9
+CANCELLED = 1 << 62  # a queue counter at which no item is left
 
 _BIAS = {
     ("none", MaskType.ALIBI_COMPRESS): c.LINEAR,
@@ -57,6 +59,7 @@ class CpuPlan:
     work: NDArray[np.int64]  # [entries, WORK_COLUMNS]
     template: NDArray[np.int64]  # [CALL_LENGTH], without addresses and strides
     factors: NDArray[np.float32]  # [FACTORS_LENGTH]
+    items_per_visit: int
 
     @property
     def workspace_bytes(self) -> int:
@@ -79,6 +82,7 @@ def plan(problem: Problem, q_len: NDArray[np.int64], kv_len: NDArray[np.int64], 
     num_items = entries * kv_heads
     flops = 4.0 * problem.head_size * problem.head_num * float(np.dot(q_len.astype(np.float64), kv_len))
     num_workers = max(1, min(num_threads, num_items, int(flops / FLOPS_PER_WORKER)))
+    items_per_visit = max(1, int(num_items * min(1.0, FLOPS_PER_VISIT / max(flops, 1.0))))
     offsets, scratch_bytes = _scratch_layout(problem.head_size)
     layout = workspace_layout(split_tiles * kv_heads, partial_f32 * kv_heads, scratch_bytes, num_workers, num_items)
     template = np.zeros(c.CALL_LENGTH, np.int64)
@@ -92,7 +96,8 @@ def plan(problem: Problem, q_len: NDArray[np.int64], kv_len: NDArray[np.int64], 
     template[c.IS_CAUSAL] = is_causal
     heads_bias = c.HEADS_MASK if problem.mask_form == "heads" else c.NO_BIAS
     template[c.BIAS] = _BIAS.get((problem.mask_form, problem.mask_type), heads_bias)
-    return CpuPlan(layout, sequences, work, template, _factors(problem.qk_scale, int(template[c.BIAS])))
+    factors = _factors(problem.qk_scale, int(template[c.BIAS]))
+    return CpuPlan(layout, sequences, work, template, factors, items_per_visit)
 
 
 _scratch_layout = functools.cache(c.scratch_layout)
@@ -135,9 +140,13 @@ def bind(plan: CpuPlan, operands: Operands, out: Tensor, lse_address: int) -> ND
     return call
 
 
-def run(plan: CpuPlan, bound: NDArray[np.int64], workspace_address: int) -> None:
-    """Computes what `bound` (from bind) is about. workspace_address: of at least plan.workspace_bytes, at any alignment;
-    what it held is overwritten. One bound call may run on several threads at once, each with its own workspace."""
+def run(plan: CpuPlan, bound: NDArray[np.int64], workspace_address: int, memory: Any) -> None:
+    """Computes what `bound` (from bind) is about. One bound call may run on several threads at once, each with its own
+    workspace.
+
+    workspace_address: of at least plan.workspace_bytes, at any alignment; what it held is overwritten.
+    memory: whatever owns the buffers; held until the last thread is done with them, even if this one is interrupted.
+    """
     layout = plan.layout
     if layout.total_bytes == 0:
         return
@@ -148,8 +157,12 @@ def run(plan: CpuPlan, bound: NDArray[np.int64], workspace_address: int) -> None
     call[c.PARTIALS], call[c.SCRATCH] = base + layout.partials, base + layout.scratch
     arguments = (call, plan.factors, plan.sequences, plan.work)
 
-    def task(worker: int) -> None:
-        while drain(*arguments, worker, ITEMS_PER_VISIT):
-            pass
+    def task(worker: int, memory: Any = memory) -> None:
+        try:
+            while drain(*arguments, worker, plan.items_per_visit):
+                pass
+        except BaseException:
+            ctypes.c_int64.from_address(base).value = CANCELLED
+            raise
 
     run_together(task, layout.num_workers)

@@ -40,11 +40,19 @@ class _Job:
                 self.done.release()
 
     def close(self) -> None:
+        """Wait for those that joined, whatever is raised meanwhile (Ctrl-C interrupts a wait): they write to the caller's
+        memory."""
+        interruption: BaseException | None = None
         with self.lock:
             self.is_closed = True
-            must_wait = self.num_running > 0
-        if must_wait:
-            self.done.acquire()
+            is_done = self.num_running == 0
+        while not is_done:
+            try:
+                is_done = self.done.acquire()
+            except BaseException as error:
+                interruption = error
+        if interruption is not None:
+            raise interruption
 
 
 class _Helper:
@@ -92,16 +100,16 @@ def run_together(task: Callable[[int], None], num_workers: int) -> None:
         task(0)
         return
     job = _Job(task)
-    for worker in range(1, num_workers):
-        try:
-            helper = _idle.pop()
-        except IndexError:
-            try:
-                helper = _Helper()
-            except RuntimeError:  # no more threads to be had
-                break
-        helper.wake(job, worker)
     try:
+        for worker in range(1, num_workers):
+            try:
+                helper = _idle.pop()
+            except IndexError:
+                try:
+                    helper = _Helper()
+                except RuntimeError:  # no more threads to be had
+                    break
+            helper.wake(job, worker)
         task(0)
     finally:
         job.close()
