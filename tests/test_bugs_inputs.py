@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -84,6 +85,7 @@ def test_d17_stale_tail(target: str, tail: list[int]) -> None:
     same_bits(run(case, target, block_tables=table), run(case, target))
 
 
+@pytest.mark.skipif(sys.platform == "win32", reason="uses mprotect")
 def test_d17_nothing_outside_is_touched(kernel: str) -> None:
     """Every argument ends at unmapped memory, then begins right after it: no access outside, for odd sizes too."""
     run_script("guard_pages.py", kernel)

@@ -216,7 +216,7 @@ def test_d11_alibi_over_the_query_length(target: str) -> None:
 
 
 @pytest.mark.parametrize("kind", ALIBI)
-@pytest.mark.parametrize(("q", "kv"), [(20, 150), (1, 4096)])
+@pytest.mark.parametrize(("q", "kv"), [(20, 150), (1, 4096), (1, 8192)])
 def test_d12_slopes_of_a_slice_of_heads(kernel: str, kind: str, q: int, kv: int) -> None:
     """mlx#343, Baichuan2#225: two ranks of six heads each are the full run of twelve, bit for bit."""
     slopes = nbp.alibi_slopes(12)[np.random.default_rng(1).permutation(12)]

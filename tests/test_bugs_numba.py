@@ -6,6 +6,7 @@ import ctypes
 import json
 import os
 import shutil
+import sys
 import zipfile
 from collections.abc import Iterator
 from pathlib import Path
@@ -16,6 +17,12 @@ from processes import ROOT, TESTS, environment, finish, run_script, start
 
 CAP_DAC_OVERRIDE, PR_CAPBSET_DROP = 1, 24
 PACKAGE = ROOT / "numba_prefix"
+IS_LINUX = sys.platform.startswith("linux")
+pytestmark = pytest.mark.skipif(not IS_LINUX, reason="uses /proc, fork, capabilities and CPU affinity")
+
+
+def usable_cpus() -> int:
+    return len(os.sched_getaffinity(0)) if IS_LINUX else 1
 
 
 def outcome(output: str) -> dict[str, Any]:
@@ -52,7 +59,7 @@ def test_d23_fork_after_a_call() -> None:
     run_script("fork_after_call.py")
 
 
-TWO_CPUS = pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="one CPU: nobody to help")
+TWO_CPUS = pytest.mark.skipif(usable_cpus() < 2, reason="one CPU: nobody to help")
 
 
 @pytest.mark.parametrize(

@@ -160,6 +160,24 @@ def test_arrays_dlpack(target: str, dtype: str) -> None:
     same_bits(out, run(case, target))
 
 
+class OnGpu:
+    """Says that it lives on a GPU, and has nothing there."""
+
+    def __init__(self, array: np.ndarray) -> None:
+        typestr = array.dtype.str
+        self.__cuda_array_interface__ = {"shape": array.shape, "typestr": typestr, "data": (4096, False), "version": 3}
+
+
+def test_arrays_on_a_gpu_are_not_for_the_cpu() -> None:
+    """An explicit CPU target and memory on a GPU, all of it or one argument: a ValueError, no copy, no access."""
+    case = small()
+    everything = {n: OnGpu(getattr(case, n)) for n in ("query", "key", "value", "block_tables")}
+    for name in ("query", "key", "value", "all"):
+        given = everything if name == "all" else {name: everything[name]}
+        with pytest.raises(ValueError, match="cuda"):
+            run(case, "cpu", head_num=4, **given)
+
+
 def test_arrays_zero_copy(kernel: str) -> None:
     """The caller's memory is read in place: what a bound operation computes follows its contents."""
     case = small()

@@ -94,7 +94,7 @@ def test_work_list_covers_every_pair_once(
     for b, (q_len, kv_len) in enumerate(lengths):
         sequences[b, tiling.Q_LEN], sequences[b, tiling.KV_LEN] = q_len, kv_len
     totals = np.zeros(3 + tiling.COST_BUCKETS, np.int64)
-    tiling.count_work(sequences, group_size, kv_heads, head_size, is_causal, totals)
+    tiling.count_work(sequences, group_size, head_size, is_causal, totals)
     entries, split_tiles, partial_f32 = totals[:3].tolist()
     work = np.full((entries, tiling.WORK_COLUMNS), -1, np.int64)
     tiling.fill_work(sequences, group_size, kv_heads, head_size, is_causal, totals, work)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from numba_prefix.cpu.vector import COLUMN_ROW, FLOAT
+from numba_prefix.cpu.vector import COLUMN_ROW, FLOAT, NV
 from numba_prefix.tiling import BLOCK_M, BLOCK_N, round_up
 
 # fmt: off
@@ -42,7 +42,7 @@ def scratch_layout(head_size: int) -> tuple[dict[int, int], int]:
         Q_T: columns * depth * COLUMN_ROW,
         K_ROWS: BLOCK_N * pitch,
         V_ROWS: BLOCK_N * pitch,
-        S: columns * BLOCK_N * COLUMN_ROW,
+        S: NV * BLOCK_N * COLUMN_ROW,
         ENTRIES: BLOCK_N * COLUMN_ROW,
         ACC: columns * depth * COLUMN_ROW,
         STATE: 2 * columns * COLUMN_ROW,

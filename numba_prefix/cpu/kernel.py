@@ -75,9 +75,10 @@ def start_state(call: Any, columns: Any, scratch: Any) -> None:
 
 
 @part
-def score_strip(call: Any, factors: Any, column: Any, is_edge: Any, kv_pos: Any, num_keys: Any, scratch: Any) -> None:
-    """One column from products to weights; leaves alpha for the output product."""
-    s = scratch + call[c.S] + column * BLOCK_N * COLUMN_ROW
+def score_strip(
+    call: Any, factors: Any, column: Any, s: Any, is_edge: Any, kv_pos: Any, num_keys: Any, scratch: Any
+) -> None:
+    """One column, its products at s, from products to weights; leaves alpha for the output product."""
     state = scratch + call[c.STATE] + 2 * column * COLUMN_ROW
     q_pos = load_i32(scratch + call[c.Q_POS] + column * COLUMN_ROW)
     last = load_i32(scratch + call[c.LAST] + column * COLUMN_ROW)
@@ -101,10 +102,9 @@ def score_strip(call: Any, factors: Any, column: Any, is_edge: Any, kv_pos: Any,
 
 
 @part
-def careful_output(call: Any, column: Any, kv_pos: Any, num_keys: Any, scratch: Any) -> None:
+def careful_output(call: Any, column: Any, s: Any, kv_pos: Any, num_keys: Any, scratch: Any) -> None:
     """The output product of one column with values that are not finite: a weight of zero must not meet them. The same
     sums in the same order as the micro-kernel, so that rows which do not see such a value get the same bits."""
-    s = scratch + call[c.S] + column * BLOCK_N * COLUMN_ROW
     last = load_i32(scratch + call[c.LAST] + column * COLUMN_ROW)
     alpha = load_f32(scratch + call[c.ALPHA] + column * COLUMN_ROW)
     depth = round_up(call[c.HEAD_SIZE], 16)
@@ -126,7 +126,7 @@ def attend_strip(
     head_size, pitch = call[c.HEAD_SIZE], call[c.PITCH]
     depth = round_up(head_size, 16)
     q_t = scratch + call[c.Q_T] + column * depth * COLUMN_ROW
-    s = scratch + call[c.S] + column * BLOCK_N * COLUMN_ROW
+    s = scratch + call[c.S]
     acc = scratch + call[c.ACC] + column * depth * COLUMN_ROW
     alpha = scratch + call[c.ALPHA] + column * COLUMN_ROW
     k_rows, v_rows = scratch + call[c.K_ROWS], scratch + call[c.V_ROWS]
@@ -142,10 +142,10 @@ def attend_strip(
             else:
                 score_product(keys, pitch, q_rows, column_q, steps, s + j * COLUMN_ROW, column_s, min(d, 1))
     for v in range(width):
-        score_strip(call, factors, column + v, is_edge, kv_pos, num_keys, scratch)
+        score_strip(call, factors, column + v, s + v * column_s, is_edge, kv_pos, num_keys, scratch)
     if special and is_edge:
         for v in range(width):
-            careful_output(call, column + v, kv_pos, num_keys, scratch)
+            careful_output(call, column + v, s + v * column_s, kv_pos, num_keys, scratch)
         return
     for i in range(0, depth, MR):
         if width == 1:

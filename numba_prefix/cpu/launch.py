@@ -75,7 +75,7 @@ def plan(problem: Problem, q_len: NDArray[np.int64], kv_len: NDArray[np.int64], 
     kv_heads, group_size = problem.kv_head_num, problem.group_size
     is_causal = problem.mask_type is not MaskType.NONE
     totals = np.empty(3 + tiling.COST_BUCKETS, np.int64)
-    count_work(sequences, group_size, kv_heads, problem.head_size, is_causal, totals)
+    count_work(sequences, group_size, problem.head_size, is_causal, totals)
     entries, split_tiles, partial_f32 = (int(n) for n in totals[:3])
     work = np.empty((entries, tiling.WORK_COLUMNS), np.int64)
     fill_work(sequences, group_size, kv_heads, problem.head_size, is_causal, totals, work)

@@ -1,57 +1,136 @@
-"""Run a target on arrays that end, and then begin, at memory that must not be touched."""
+"""Run a target on arrays that end, and then begin, at memory that must not be touched; inputs cannot be written either.
+
+guard_pages.py TARGET [DTYPE KIND]: KIND is decode, prefill or strided; without, some of everything.
+guard_pages.py TARGET --minutes N: random problems for so long.
+The case that is running is the last line printed, for whoever has to explain a SIGSEGV.
+"""
 
 from __future__ import annotations
 
-import ctypes
-import mmap
+import random
 import sys
+import time
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
-from cases import Case, make_case, run, same_bits, with_mask
+from cases import DTYPES, MASK_FORMS, Case, make_case, run, same_bits, with_mask
+from fences import fence, fenced, fenced_bytes
 
-PAGE = mmap.PAGESIZE
-libc = ctypes.CDLL(None, use_errno=True)
-libc.mprotect.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
-keep: list[mmap.mmap] = []
+import numba_prefix as nbp
 
-
-def fenced(array: np.ndarray, is_at_end: bool) -> np.ndarray:
-    """A copy whose last byte (or first) stands next to a page without access."""
-    size = -(-max(array.nbytes, 1) // PAGE) * PAGE
-    memory = mmap.mmap(-1, size + 2 * PAGE)
-    keep.append(memory)
-    base = ctypes.addressof(ctypes.c_char.from_buffer(memory))
-    for begin in (base, base + PAGE + size):
-        if libc.mprotect(begin, PAGE, 0):
-            raise OSError(ctypes.get_errno(), "mprotect")
-    offset = PAGE + (size - array.nbytes if is_at_end else 0)
-    view = np.frombuffer(memory, np.uint8, array.nbytes, offset).view(array.dtype).reshape(array.shape)
-    view[...] = array
-    return view
+HEAD_SIZES = (1, 16, 72, 128, 256)
+# Query and key lengths: single tokens, some over pages that are exactly full, one long enough to be split; and chunks.
+LENGTHS = {"decode": ([1, 1, 1, 1], [1, 32, 77, 2560]), "prefill": ([7, 33, 64, 0], [7, 65, 320, 9])}
 
 
-def fence(case: Case, is_at_end: bool) -> Case:
-    arrays = {name: fenced(x, is_at_end) for name, x in case.arguments().items() if isinstance(x, np.ndarray)}
-    return replace(case, **arrays)
+def both_phases(case: Case, out: np.ndarray, is_at_end: bool) -> None:
+    """ATB's two phases in a workspace of exactly the size asked for."""
+    heads, kv_heads = case.query.shape[1], case.key.shape[2]
+    size, op = nbp.self_attention_prefix_encoder_get_workspace_size(
+        *(case.query, case.key, case.value, case.block_tables, case.mask, case.seq_len, case.kv_seq_len, case.slopes),
+        *(case.mask_type, heads, kv_heads, case.qk_scale, out, nbp.Context("cpu", 2)),
+    )
+    workspace, _ = fenced_bytes(size, is_at_end)
+    workspace[...] = 0xFF
+    nbp.self_attention_prefix_encoder(workspace, size, op)
 
 
-def main(target: str) -> None:
+def check(case: Case, target: str, *, what: str = "") -> None:
+    print(what, case.query.shape, case.key.shape, case.query.dtype, case.mask_type, case.seq_len, case.kv_seq_len, flush=True)
+    expected, expected_lse = run(case, target, return_lse=True)
+    for is_at_end in (True, False):
+        inside = fence(case, is_at_end)
+        out = fenced(np.full(case.query.shape, np.nan, case.query.dtype), is_at_end)
+        _, lse = run(inside, target, return_lse=True, out=out)
+        same_bits(out, expected)
+        same_bits(lse, expected_lse)
+        out = fenced(np.full(case.query.shape, np.nan, case.query.dtype), is_at_end)
+        if target == "cpu":
+            both_phases(inside, out, is_at_end)
+            same_bits(out, expected)
+
+
+def some_of_everything(target: str) -> None:
     for head_size in (1, 3, 16, 17, 33, 80, 256):
-        for dtype in ("float16", "bfloat16", "float32"):
+        for dtype in DTYPES:
             for form in ("causal", "alibi-template", "alibi_sqrt-heads"):
                 for block_size in (1, 5, 16):
                     # No spare block and the last page full: the last key of the cache is the last thing before the fence.
                     q, kv = [7, 1, 18], [15, 20, 60]
-                    options = {"head_num": 6, "kv_head_num": 2, "head_size": head_size, "dtype": dtype}
+                    options: dict[str, Any] = {"head_num": 6, "kv_head_num": 2, "head_size": head_size, "dtype": dtype}
                     case = make_case(q, kv, block_size=block_size, spare=0, tail=0, **options)
-                    case = with_mask(case, form)
-                    expected, expected_lse = run(case, target, return_lse=True)
-                    for is_at_end in (True, False):
-                        out = fenced(np.full(case.query.shape, np.nan, case.query.dtype), is_at_end)
-                        _, lse = run(fence(case, is_at_end), target, return_lse=True, out=out)
-                        same_bits(out, expected)
-                        same_bits(lse, expected_lse)
+                    check(with_mask(case, form), target)
 
 
-main(sys.argv[1])
+def every_kind(target: str, dtype: str, kind: str) -> None:
+    for index, head_size in enumerate(HEAD_SIZES):
+        for block_size in (1, 16, 128):
+            q, kv = LENGTHS[kind]
+            group = (1, 4, 8)[index % 3]
+            options: dict[str, Any] = {"head_num": 2 * group, "kv_head_num": 2, "head_size": head_size, "dtype": dtype}
+            case = make_case(q, kv, block_size=block_size, spare=0, tail=0, **options)
+            for form in (MASK_FORMS if block_size == 16 else MASK_FORMS[:2]):
+                check(with_mask(case, form, mask_dtype=dtype if head_size == 16 else "float32"), target, what=kind)
+
+
+def strided(target: str, dtype: str) -> None:
+    """The same elements in rows further apart, heads before tokens, backwards, and all pages one page."""
+    for head_size in HEAD_SIZES:
+        case = make_case([5, 1], [21, 32], head_num=4, kv_head_num=2, head_size=head_size, dtype=dtype, spare=0, tail=0)
+        expected = run(case, target)
+        for is_at_end in (True, False):
+            heads_first = {
+                name: fenced(getattr(case, name).transpose(0, 2, 1, 3), is_at_end, is_read_only=True).transpose(0, 2, 1, 3)
+                for name in ("key", "value")
+            }
+            backwards = {
+                name: fenced(getattr(case, name)[::-1, ::-1], is_at_end, is_read_only=True)[::-1, ::-1]
+                for name in ("key", "value", "query")
+            }
+            wide = np.zeros((6, 5, head_size), case.query.dtype)
+            mine = slice(1, None) if is_at_end else slice(None, -1)
+            wide[:, mine] = case.query
+            apart = {"query": fenced(wide, is_at_end, is_read_only=True)[:, mine]}
+            columns = np.asfortranarray(case.block_tables).T
+            table = {"block_tables": fenced(columns, is_at_end, is_read_only=True).T}
+            for changes in (heads_first, backwards, apart, table):
+                print("strided", dtype, head_size, is_at_end, *changes, flush=True)
+                same_bits(run(case, target, **changes), expected)
+        one = fenced(case.key[:1], True, is_read_only=True)
+        many = np.broadcast_to(one, (9, *one.shape[1:]))
+        print("one page", dtype, head_size, flush=True)
+        same_bits(
+            run(case, target, key=many, value=many, block_tables=np.full((2, 2), 8, np.int32)),
+            run(case, target, key=case.key[:1], value=case.key[:1], block_tables=np.zeros((2, 2), np.int32)),
+        )
+
+
+def at_random(target: str, seconds: float) -> None:
+    end, seed = time.monotonic() + seconds, 0
+    while time.monotonic() < end:
+        rng = random.Random(seed)
+        q = [rng.choice([0, 1, 1, rng.randrange(150)]) for _ in range(rng.randrange(1, 5))]
+        kv = [n + rng.choice([0, rng.randrange(40), rng.randrange(1, 3000)]) for n in q]
+        kv_heads, group = rng.randrange(1, 4), rng.choice([1, 2, 3, 7, 8, 16])
+        case = make_case(
+            q, kv, head_num=kv_heads * group, kv_head_num=kv_heads, head_size=rng.randrange(1, 257),
+            block_size=rng.choice([1, 7, 16, 128, rng.randrange(1, 300)]), dtype=rng.choice(list(DTYPES)), spare=0, tail=0,
+            seed=seed,
+        )  # fmt: skip
+        mask_dtype = rng.choice(["float32", str(case.query.dtype)])
+        check(with_mask(case, rng.choice(MASK_FORMS), seed, mask_dtype), target, what=f"seed {seed}")
+        seed += 1
+    print(f"{seed} problems")
+
+
+if __name__ == "__main__":
+    target, *which = sys.argv[1:]
+    if not which:
+        some_of_everything(target)
+    elif which[0] == "--minutes":
+        at_random(target, 60 * float(which[1]))
+    elif which[1] == "strided":
+        strided(target, which[0])
+    else:
+        every_kind(target, *which)
