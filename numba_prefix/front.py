@@ -85,7 +85,7 @@ def prefix_encoder(
     operation = Op(problem, operands, lengths, Context(target, num_threads, stream), return_lse, validate)
     if out is None:
         operation._allocate_out(query)
-    operation.run(workspace)
+    operation._run(workspace)
     return (operation.out, operation.lse) if return_lse else operation.out
 
 
@@ -116,7 +116,8 @@ def self_attention_prefix_encoder_get_workspace_size(
     )  # fmt: skip
     if operands.out is None:
         raise TypeError("attn_out: got None, expected an array like query")
-    operation = Op(problem, operands, check_lengths(problem, seq_len, kv_seq_len), context or Context())
+    lengths = check_lengths(problem, seq_len, kv_seq_len)
+    operation = Op(problem, operands, lengths, Context() if context is None else _check_context(context))
     return operation.workspace_size, operation
 
 
@@ -124,7 +125,8 @@ def self_attention_prefix_encoder(workspace: Any, workspace_size: int, op: Op, c
     """Second phase: run `op`, writing its attn_out.
 
     workspace: a writable buffer (bytearray, NumPy or torch CPU array of any dtype, …) of at least workspace_size bytes, at
-    any alignment. workspace_size: what the first phase returned. A context given here has to name the same target.
+    any alignment. workspace_size: what the first phase returned. A context given here has to name the same target; its
+    num_threads can take threads away from the number planned, not add any.
     """
     if not isinstance(op, Op):
         raise TypeError(f"op: got {type(op).__name__}, expected the operation that the first phase returned")
@@ -132,11 +134,18 @@ def self_attention_prefix_encoder(workspace: Any, workspace_size: int, op: Op, c
         raise TypeError(f"workspace_size: got {type(workspace_size).__name__}, expected an int")
     if workspace_size < op.workspace_size:
         raise ValueError(f"workspace_size: got {workspace_size} bytes, expected at least {op.workspace_size}")
-    if context is not None and context.target not in ("auto", op.target):
-        raise ValueError(f"context: got target {context.target!r}, expected {op.target!r}, which op was planned for")
+    num_threads = None
+    if context is not None:
+        if _check_context(context).target not in ("auto", op.target):
+            raise ValueError(
+                f"context: got target {context.target!r}, expected {op.target!r}, which op was planned for"
+            )
+        _check_stream(context.stream, op.target)
+        num_threads = _num_threads(context.num_threads)
     if workspace is None and op.workspace_size > 0:
         raise ValueError(f"workspace: got None, expected a buffer of {op.workspace_size} bytes")
-    op.run(workspace)
+    op._check_tables(op.problem, op._operands)
+    op._run(workspace, num_threads)
 
 
 class Op:
@@ -165,7 +174,7 @@ class Op:
         else:
             _num_threads(context.num_threads)
         self.out: Any = None
-        self._bound: NDArray[np.int64] | None = None
+        self._bound: tuple[NDArray[np.int64], Any] | None = None
         if return_lse:
             self.lse = empty_like(operands.q, (problem.num_tokens, problem.head_num), "float32")
         self._bind()
@@ -176,14 +185,25 @@ class Op:
         return self._plan.workspace_bytes if self._plan is not None else 0
 
     def run(self, workspace: Any = None) -> None:
-        """Compute, writing out. workspace None: a buffer kept for the calling thread."""
-        address, kept = _workspace(workspace, self.workspace_size)
-        if self._bound is not None:
-            _cpu().run(self._plan, self._bound, address, (kept, self._operands, self.lse))
-        else:
-            self._run_unbound(address, kept)
+        """Compute, writing out. workspace None: a buffer kept for the calling thread.
 
-    def _run_unbound(self, workspace_address: int, workspace: Any) -> None:
+        Arrays are read in place, so later contents count; but block tables that aren't int32 and misaligned arrays are
+        copied when planned and bound. Raises ValueError for a bad block id that was put into a table since."""
+        self._check_tables(self.problem, self._operands)
+        self._run(workspace)
+
+    def _run(self, workspace: Any, num_threads: int | None = None) -> None:
+        address, buffer = _workspace(workspace, self.workspace_size)
+        bound = self._bound  # read once: another thread may rebind
+        if bound is not None:
+            call, memory = bound
+            _cpu().run(self._plan, call, address, (buffer, memory), num_threads)
+        else:
+            self._run_unbound(address, buffer, num_threads)
+        if workspace is None and buffer.nbytes <= KEPT_WORKSPACE_BYTES:
+            _kept.buffer = buffer
+
+    def _run_unbound(self, workspace_address: int, workspace: Any, num_threads: int | None) -> None:
         """A target without a bound call, or arrays of which dense copies have to be made at every run."""
         out = self._operands.out
         assert out is not None
@@ -192,7 +212,7 @@ class Op:
         if self.target == "cpu":
             cpu = _cpu()
             call = cpu.bind(self._plan, dense, target, lse.address if lse else 0)
-            cpu.run(self._plan, call, workspace_address, (workspace, dense, target, self.lse))
+            cpu.run(self._plan, call, workspace_address, (workspace, dense, target, self.lse), num_threads)
         else:
             _run_reference(self.problem, dense, self._lengths, target, lse)
         if target is not out:
@@ -205,7 +225,7 @@ class Op:
         self._bound = None
         if self.target == "cpu" and o.out is not None and self._dense_operands() is o and unit_stride(o.out) is o.out:
             lse = describe(self.lse, "lse").address if self.lse is not None else 0
-            self._bound = _cpu().bind(self._plan, o, o.out, lse)
+            self._bound = _cpu().bind(self._plan, o, o.out, lse), (o, self.lse)
 
     def rebind(
         self,
@@ -289,11 +309,21 @@ def _choose_target(q: Tensor, context: Context) -> tuple[str, str]:
         raise TargetUnavailableError("target: got 'cuda', expected 'cpu' or 'reference': there are no CUDA kernels yet")
     if q.device != "cpu":
         raise ValueError(f"query: got memory on {q.device}, expected CPU memory for target {target!r}")
-    if context.stream is not None:
-        raise ValueError(f"stream: got {context.stream!r}, expected None for target {target!r}")
+    _check_stream(context.stream, target)
     chosen = "asked for" if context.target == target else "query is in CPU memory"
     how = _cpu().reason() if target == "cpu" else "float64 NumPy"
     return target, f"{chosen}; {how}"
+
+
+def _check_context(context: Any) -> Context:
+    if not isinstance(context, Context):
+        raise TypeError(f"context: got {type(context).__name__}, expected a Context or None")
+    return context
+
+
+def _check_stream(stream: Any, target: str) -> None:
+    if stream is not None:
+        raise ValueError(f"stream: got {stream!r}, expected None for target {target!r}")
 
 
 def _num_threads(given: Any) -> int:
@@ -308,18 +338,23 @@ def _num_threads(given: Any) -> int:
     return int(given)
 
 
-_kept = threading.local()
+class _Kept(threading.local):
+    """A thread's buffer between calls. A call takes it and gives it back at its end: one that a signal handler makes
+    meanwhile gets another, and so does the call after one that was interrupted."""
+
+    buffer: NDArray[np.uint8] | None = None
+
+
+_kept = _Kept()
 KEPT_WORKSPACE_BYTES = 64 << 20  # larger ones are not kept after the call
 
 
 def _workspace(given: Any, size: int) -> tuple[int, Any]:
     """Address of at least `size` writable bytes, and what keeps them alive."""
     if given is None:
-        buffer: NDArray[np.uint8] | None = getattr(_kept, "buffer", None)
+        buffer, _kept.buffer = _kept.buffer, None
         if buffer is None or buffer.nbytes < size:
             buffer = np.empty(size, np.uint8)
-            if size <= KEPT_WORKSPACE_BYTES:
-                _kept.buffer = buffer
         return buffer.__array_interface__["data"][0], buffer
     view = _bytes_of(given)
     if view.nbytes < size:

@@ -8,6 +8,7 @@ import numpy as np
 
 from numba_prefix.arrays import Tensor, as_numpy, bits, describe, empty_like, overlaps
 from numba_prefix.problem import FLOAT_DTYPES
+from numba_prefix.reference import stored
 from numba_prefix.softmax import LOG2_E, log_sum_exp, normalize, running_max, shift_of, weight
 from numba_prefix.vocabulary import F32_ONE
 
@@ -22,9 +23,14 @@ def reshape_and_cache(key: Any, value: Any, key_cache: Any, value_cache: Any, sl
     Raises TypeError and ValueError naming the argument, before anything is written.
     """
     slots = _slots(describe(slot_mapping, "slot_mapping"))
-    pairs = []
-    for new, cache, name in ((key, key_cache, "key"), (value, value_cache, "value")):
-        pairs.append(_rows_and_cache(describe(new, name), describe(cache, f"{name}_cache"), slots.size))
+    k, v, to_k, to_v = (
+        describe(x, n)
+        for x, n in ((key, "key"), (value, "value"), (key_cache, "key_cache"), (value_cache, "value_cache"))
+    )
+    pairs = [_rows_and_cache(new, cache, slots.size) for new, cache in ((k, to_k), (v, to_v))]
+    for new, cache in ((k, to_v), (v, to_k)):
+        if overlaps(new, cache):
+            raise ValueError(f"{cache.name}: got memory shared with {new.name}, expected them apart")
     (_, k_cache), (_, v_cache) = pairs
     if k_cache.shape[:2] != v_cache.shape[:2]:
         raise ValueError(f"value_cache: got {v_cache.shape[:2]} blocks and slots, expected {k_cache.shape[:2]} (key's)")
@@ -88,22 +94,26 @@ def merge_states(out_a: Any, lse_a: Any, out_b: Any, lse_b: Any) -> tuple[Any, A
         shift = shift_of(running_max(sum_a, sum_b))
         alpha_a, alpha_b = (weight(t, shift, LOG2_E) for t in (sum_a, sum_b))
     l_i = (alpha_a + alpha_b).astype(np.float32)
-    heads = (*la.shape, -1)
+    heads = (*la.shape, a.shape[-1] if a.ndim == 3 else a.shape[1] // la.shape[1])
     with np.errstate(invalid="ignore", divide="ignore", over="ignore"):
         total = sum(
-            np.where(
-                alpha[..., None] == 0, np.float32(0), as_numpy(t).astype(np.float32).reshape(heads) * alpha[..., None]
-            )
+            np.where(alpha[..., None] == 0, np.float32(0), _widened(t).reshape(heads) * alpha[..., None])
             for t, alpha in ((a, alpha_a), (b, alpha_b))
         )
         merged = normalize(total, l_i[..., None])
         lse = log_sum_exp(shift, l_i, F32_ONE)
     out = empty_like(a, a.shape, a.dtype)
-    with np.errstate(over="ignore", invalid="ignore"):
-        as_numpy(describe(out, "out"))[...] = merged.reshape(a.shape)
+    bits(describe(out, "out"))[...] = stored(merged.reshape(a.shape), a.dtype)
     lse_out = empty_like(la, la.shape, "float32")
     as_numpy(describe(lse_out, "lse"))[...] = lse
     return out, lse_out
+
+
+def _widened(t: Tensor) -> Any:
+    """float32 values; ml_dtypes need not be there."""
+    if t.dtype == "bfloat16":
+        return (bits(t).astype(np.uint32) << 16).view(np.float32)
+    return as_numpy(t).astype(np.float32)
 
 
 def _check_states(a: Tensor, b: Tensor, la: Tensor, lb: Tensor) -> None:

@@ -34,6 +34,8 @@ TEMPLATE_SHAPE = (256, 256)
 NORM_TEMPLATE_SHAPE = (128, 128)
 HEADS_MASK_COLUMNS = 128
 
+SMALL_TABLE = 1 << 14  # entries; a larger table may be mostly unread
+
 _INTEGER_DTYPES = ("int8", "uint8", "int16", "uint16", "int32", "uint32", "int64", "uint64")
 
 
@@ -169,9 +171,12 @@ def check_block_ids(
 
     Lengths as check_lengths returns them. Entries past ceil(kv_len / block_size) are not looked at.
     """
+    table = as_numpy(block_tables)
+    if 0 < table.size <= SMALL_TABLE and int(table.view(np.uint32).max()) < problem.num_blocks:
+        return  # ids below zero are large as unsigned ones
     num_read = np.where(q_len > 0, -(-kv_len // problem.block_size), 0)
     width = int(num_read.max(initial=0))
-    table = as_numpy(block_tables)[:, :width]
+    table = table[:, :width]
     is_bad = (table < 0) | (table >= problem.num_blocks)
     if not np.count_nonzero(is_bad):
         return

@@ -28,6 +28,7 @@ fill_work = kernel(tiling.fill_work)
 # A helper costs about 100 us to wake, in which a thread does this much: with less for each, fewer are woken. Measured: 9
 # MFLOP take 145 us on one thread and 153 us on two.
 FLOPS_PER_WORKER = 8e6
+MAX_WORKERS = 512  # helpers sleep for the life of the process: no slip of num_threads may start a million
 # Compiled code is left about this often, so that Ctrl-C is seen; and a guess of one thread's speed to translate it.
 FLOPS_PER_VISIT = 0.05 * 50e9
 CANCELLED = 1 << 62  # a queue counter at which no item is left
@@ -81,7 +82,7 @@ def plan(problem: Problem, q_len: NDArray[np.int64], kv_len: NDArray[np.int64], 
     fill_work(sequences, group_size, kv_heads, problem.head_size, is_causal, totals, work)
     num_items = entries * kv_heads
     flops = 4.0 * problem.head_size * problem.head_num * float(np.dot(q_len.astype(np.float64), kv_len))
-    num_workers = max(1, min(num_threads, num_items, int(flops / FLOPS_PER_WORKER)))
+    num_workers = max(1, min(num_threads, MAX_WORKERS, num_items, int(flops / FLOPS_PER_WORKER)))
     items_per_visit = max(1, int(num_items * min(1.0, FLOPS_PER_VISIT / max(flops, 1.0))))
     offsets, scratch_bytes = _scratch_layout(problem.head_size)
     layout = workspace_layout(split_tiles * kv_heads, partial_f32 * kv_heads, scratch_bytes, num_workers, num_items)
@@ -104,9 +105,10 @@ _scratch_layout = functools.cache(c.scratch_layout)
 
 
 def _factors(qk_scale: float, bias: int) -> NDArray[np.float32]:
-    scale = abs(qk_scale) or 1.0  # a zero is in the sign
+    scale = float(np.float32(qk_scale))
+    sign, scale = np.sign(scale), abs(scale) or 1.0  # a zero, or what float32 rounds to it, is in the sign
     factors = np.empty(c.FACTORS_LENGTH, np.float32)
-    factors[c.QK_SCALE], factors[c.Q_SIGN] = scale, np.sign(qk_scale)
+    factors[c.QK_SCALE], factors[c.Q_SIGN] = scale, sign
     factors[c.UNIT] = scale if bias == c.NO_BIAS else 1.0
     factors[c.UNIT_LOG2] = (scale if bias == c.NO_BIAS else 1.0) * math.log2(math.e)
     return factors
@@ -140,12 +142,15 @@ def bind(plan: CpuPlan, operands: Operands, out: Tensor, lse_address: int) -> ND
     return call
 
 
-def run(plan: CpuPlan, bound: NDArray[np.int64], workspace_address: int, memory: Any) -> None:
+def run(
+    plan: CpuPlan, bound: NDArray[np.int64], workspace_address: int, memory: Any, num_threads: int | None = None
+) -> None:
     """Computes what `bound` (from bind) is about. One bound call may run on several threads at once, each with its own
     workspace.
 
     workspace_address: of at least plan.workspace_bytes, at any alignment; what it held is overwritten.
     memory: whatever owns the buffers; held until the last thread is done with them, even if this one is interrupted.
+    num_threads: at most this many, where that is fewer than planned.
     """
     layout = plan.layout
     if layout.total_bytes == 0:
@@ -165,4 +170,4 @@ def run(plan: CpuPlan, bound: NDArray[np.int64], workspace_address: int, memory:
             ctypes.c_int64.from_address(base).value = CANCELLED
             raise
 
-    run_together(task, layout.num_workers)
+    run_together(task, layout.num_workers if num_threads is None else min(num_threads, layout.num_workers))

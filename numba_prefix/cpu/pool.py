@@ -43,12 +43,14 @@ class _Job:
         """Wait for those that joined, whatever is raised meanwhile (Ctrl-C interrupts a wait): they write to the caller's
         memory."""
         interruption: BaseException | None = None
-        with self.lock:
-            self.is_closed = True
-            is_done = self.num_running == 0
+        is_done = False
         while not is_done:
             try:
-                is_done = self.done.acquire()
+                with self.lock:
+                    self.is_closed = True
+                    is_done = self.num_running == 0
+                if not is_done:  # whether it is now is asked again: an interruption may hide that the wait succeeded
+                    self.done.acquire()
             except BaseException as error:
                 interruption = error
         if interruption is not None:
