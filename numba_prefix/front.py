@@ -77,6 +77,8 @@ def prefix_encoder(
     argument, before anything is computed, and TargetUnavailableError for a target that cannot run.
     """
     _check_choice("validate", validate, VALIDATE)
+    if not isinstance(return_lse, (bool, np.bool_)):
+        raise TypeError(f"return_lse: got {type(return_lse).__name__}, expected a bool")
     problem, operands = static_problem(
         query, key, value, block_tables, mask=mask, slopes=slopes, out=out, mask_type=mask_type,
         head_num=head_num, kv_head_num=kv_head_num, qk_scale=qk_scale,

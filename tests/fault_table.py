@@ -7,14 +7,15 @@ import sys
 from collections.abc import Iterable
 from pathlib import Path
 
-LAYERS = ("omp", "workqueue", "tbb")
-ANY_LAYER = "any"
+LAYERS = {"omp": "omp", "workqueue": "workqueue", "tbb": "tbb", "any": "no layer chosen"}
+NOT_RUN = "–"
 
 
 def table(lines: Iterable[str]) -> str:
     """Markdown: a row per fault, in the order of their first line; a column per threading layer.
 
-    Several cases of one fault are joined: their outcomes in order, without repetition.
+    A cell says what was run and nothing else: a fault tried without choosing a layer fills the last column only. Several
+    cases of one fault are joined: their outcomes in order, without repetition.
     """
     cells: dict[str, dict[str, list[str]]] = {}
     for line in lines:
@@ -22,10 +23,8 @@ def table(lines: Iterable[str]) -> str:
         outcomes = cells.setdefault(entry["fault"], {}).setdefault(entry["layer"], [])
         if entry["outcome"] not in outcomes:
             outcomes.append(entry["outcome"])
-    rows = [("fault", *LAYERS), ("---",) * (1 + len(LAYERS))]
-    for name, of_layer in cells.items():
-        everywhere = of_layer.get(ANY_LAYER, [])
-        rows.append((name, *(", ".join(of_layer.get(layer, everywhere)) or "not run" for layer in LAYERS)))
+    rows = [("fault", *LAYERS.values()), ("---",) * (1 + len(LAYERS))]
+    rows += [(name, *(", ".join(found.get(layer, [NOT_RUN])) for layer in LAYERS)) for name, found in cells.items()]
     return "\n".join(f"| {' | '.join(row)} |" for row in rows)
 
 

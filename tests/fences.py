@@ -44,6 +44,8 @@ def fenced(array: np.ndarray, is_at_end: bool, *, is_read_only: bool = False) ->
 def fence(case: Case, is_at_end: bool) -> Case:
     """Every array of a case beside a fence, and in pages that cannot be written."""
     arrays: dict[str, Any] = {
-        name: fenced(x, is_at_end, is_read_only=True) for name, x in case.arguments().items() if isinstance(x, np.ndarray)
+        name: fenced(x, is_at_end, is_read_only=True)
+        for name, x in case.arguments().items()
+        if isinstance(x, np.ndarray)
     }
     return replace(case, **arrays)

@@ -36,8 +36,10 @@ def finish(process: subprocess.Popen[str], timeout: float = 180.0) -> str:
     except subprocess.TimeoutExpired:
         process.kill()
         out, err = process.communicate()
-        raise AssertionError(f"no end after {timeout} s\n{out}\n{err[-4000:]}") from None
-    assert process.returncode == 0, f"exit status {process.returncode}\n{out}\n{err[-4000:]}"
+        tail = (err or "")[-4000:]
+        raise AssertionError(f"no end after {timeout} s\n{out}\n{tail}") from None
+    tail = (err or "")[-4000:]
+    assert process.returncode == 0, f"exit status {process.returncode}\n{out}\n{tail}"
     return out
 
 

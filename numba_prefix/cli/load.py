@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import os
+import sys
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from importlib import resources
@@ -88,7 +89,7 @@ def _read(source: Any, name: str) -> tuple[dict[str, Any], dict[str, str]]:
             elif is_known:
                 found[key] = array
             elif array.dtype.kind in "Uiuf" and array.size == 1:
-                texts[key] = str(array.item())
+                texts[key] = str(_item(array))
     return found, texts
 
 
@@ -99,10 +100,19 @@ def _readable(opened: np.lib.npyio.NpzFile) -> Iterator[str]:
     return (k for k in opened.files if k in ARRAYS or k in SCALARS or sizes.get(k, 0) <= MAX_TEXT_BYTES)
 
 
+def _item(array: NDArray[Any]) -> Any:
+    """The only element. NumPy makes a text of any 32-bit numbers, which the interpreter then chokes on: those are replaced."""
+    if array.dtype.kind == "U" and array.dtype.itemsize:
+        native = np.ascontiguousarray(array.reshape(1)).astype(array.dtype.newbyteorder("="))
+        codes = native.view(np.uint32).tolist()
+        return "".join(chr(code) if code <= sys.maxunicode else "?" for code in codes).rstrip("\0")
+    return array.reshape(()).item()
+
+
 def _scalar(array: NDArray[Any], key: str, name: str) -> Any:
     if array.size != 1:
         raise UsageError(f"{name}: {key}: got shape {array.shape}, expected one value")
-    value = array.reshape(()).item()
+    value = _item(array)
     return value.decode("ascii", "replace") if isinstance(value, bytes) else value
 
 

@@ -12,7 +12,9 @@ from numba_prefix.cpu.few import attend_few, merge_partials_few, start_few, stor
 from numba_prefix.cpu.jit import inline, kernel, part
 from numba_prefix.cpu.memory import (
     atomic_add,
+    enter_float_mode,
     fma,
+    leave_float_mode,
     load1_f32,
     load1_i32,
     load_f32,
@@ -272,10 +274,13 @@ def drain(call: Any, factors: Any, sequences: Any, work: Any, worker: Any, max_i
     """
     scratch = call[c.SCRATCH] + worker * call[c.SCRATCH_BYTES]
     kv_head_num, group_size = call[c.KV_HEAD_NUM], call[c.GROUP_SIZE]
+    float_mode = enter_float_mode()
+    is_left = True
     for _ in range(max_items):
         item = atomic_add(call[c.QUEUE], 1)
         if item >= call[c.NUM_ITEMS]:
-            return False
+            is_left = False
+            break
         entry, kv_head = work[item // kv_head_num], item % kv_head_num
         sequence = sequences[entry[tiling.SEQUENCE]]
         q_len, m_block = sequence[tiling.Q_LEN], entry[tiling.M_BLOCK]
@@ -296,4 +301,5 @@ def drain(call: Any, factors: Any, sequences: Any, work: Any, worker: Any, max_i
             store_output_few(call, factors, sequence, rows, fold_rows, kv_head, scratch)
         else:
             store_output(call, factors, sequence, first_row, rows, kv_head, scratch)
-    return True
+    leave_float_mode(float_mode)
+    return is_left

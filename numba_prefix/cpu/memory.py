@@ -8,10 +8,10 @@ from __future__ import annotations
 from typing import Any
 
 from llvmlite import ir
-from numba.core import types
+from numba.core import cgutils, types
 from numba.extending import intrinsic
 
-from numba_prefix.cpu.features import has_half_conversion
+from numba_prefix.cpu.features import has_half_conversion, is_arm64, is_x86
 from numba_prefix.cpu.lanes import F32, I32, I64, LANES, b1x16, call, constant, f32x16, i32x16, i64x16, splat
 
 I16, HALF = ir.IntType(16), ir.HalfType()
@@ -262,6 +262,56 @@ def atomic_add(typingctx: Any, address: Any, value: Any) -> Any:
         return builder.atomic_rmw("add", pointer(builder, args[0], I64), args[1], "seq_cst")
 
     return types.int64(types.int64, types.int64), codegen
+
+
+@intrinsic
+def enter_float_mode(typingctx: Any) -> Any:
+    """Sets this thread to round to nearest and to keep subnormals, whatever its host set; returns the mode before.
+
+    A helper thread inherits the mode of whoever started it: without this, bits would depend on who helps."""
+
+    def codegen(context: Any, builder: Any, sig: Any, args: Any) -> Any:
+        if is_x86():
+            old = _mxcsr(builder, "stmxcsr")
+            _mxcsr(builder, "ldmxcsr", ir.Constant(I32, 0x1F80))
+            return builder.zext(old, I64)
+        if is_arm64():
+            old = builder.call(_fpcr(builder, "get", ir.FunctionType(I64, [])), [])
+            builder.call(_fpcr(builder, "set", ir.FunctionType(ir.VoidType(), [I64])), [ir.Constant(I64, 0)])
+            return old
+        return ir.Constant(I64, 0)
+
+    return types.int64(), codegen
+
+
+@intrinsic
+def leave_float_mode(typingctx: Any, mode: Any) -> Any:
+    """Back to what enter_float_mode returned."""
+
+    def codegen(context: Any, builder: Any, sig: Any, args: Any) -> Any:
+        if is_x86():
+            _mxcsr(builder, "ldmxcsr", builder.trunc(args[0], I32))
+        elif is_arm64():
+            builder.call(_fpcr(builder, "set", ir.FunctionType(ir.VoidType(), [I64])), [args[0]])
+        return context.get_dummy_value()
+
+    return types.void(types.int64), codegen
+
+
+def _mxcsr(builder: ir.IRBuilder, instruction: str, value: ir.Value | None = None) -> ir.Value:
+    """x86's control word of vector arithmetic, stored to or loaded from memory."""
+    byte = ir.IntType(8).as_pointer()
+    place = cgutils.alloca_once(builder, I32)
+    if value is not None:
+        builder.store(value, place)
+    kind = ir.FunctionType(ir.VoidType(), [byte])
+    function = cgutils.get_or_insert_function(builder.module, kind, f"llvm.x86.sse.{instruction}")
+    builder.call(function, [builder.bitcast(place, byte)])
+    return builder.load(place)
+
+
+def _fpcr(builder: ir.IRBuilder, verb: str, kind: ir.FunctionType) -> ir.Value:
+    return cgutils.get_or_insert_function(builder.module, kind, f"llvm.aarch64.{verb}.fpcr")
 
 
 @intrinsic

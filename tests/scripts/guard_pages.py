@@ -10,7 +10,6 @@ from __future__ import annotations
 import random
 import sys
 import time
-from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -37,7 +36,16 @@ def both_phases(case: Case, out: np.ndarray, is_at_end: bool) -> None:
 
 
 def check(case: Case, target: str, *, what: str = "") -> None:
-    print(what, case.query.shape, case.key.shape, case.query.dtype, case.mask_type, case.seq_len, case.kv_seq_len, flush=True)
+    print(
+        what,
+        case.query.shape,
+        case.key.shape,
+        case.query.dtype,
+        case.mask_type,
+        case.seq_len,
+        case.kv_seq_len,
+        flush=True,
+    )
     expected, expected_lse = run(case, target, return_lse=True)
     for is_at_end in (True, False):
         inside = fence(case, is_at_end)
@@ -70,7 +78,7 @@ def every_kind(target: str, dtype: str, kind: str) -> None:
             group = (1, 4, 8)[index % 3]
             options: dict[str, Any] = {"head_num": 2 * group, "kv_head_num": 2, "head_size": head_size, "dtype": dtype}
             case = make_case(q, kv, block_size=block_size, spare=0, tail=0, **options)
-            for form in (MASK_FORMS if block_size == 16 else MASK_FORMS[:2]):
+            for form in MASK_FORMS if block_size == 16 else MASK_FORMS[:2]:
                 check(with_mask(case, form, mask_dtype=dtype if head_size == 16 else "float32"), target, what=kind)
 
 
@@ -81,7 +89,9 @@ def strided(target: str, dtype: str) -> None:
         expected = run(case, target)
         for is_at_end in (True, False):
             heads_first = {
-                name: fenced(getattr(case, name).transpose(0, 2, 1, 3), is_at_end, is_read_only=True).transpose(0, 2, 1, 3)
+                name: fenced(getattr(case, name).transpose(0, 2, 1, 3), is_at_end, is_read_only=True).transpose(
+                    0, 2, 1, 3
+                )
                 for name in ("key", "value")
             }
             backwards = {
