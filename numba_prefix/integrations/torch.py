@@ -1,0 +1,107 @@
+"""PyTorch operators, registered by importing this module; they work in eager mode and inside torch.compile graphs.
+
+    torch.ops.numba_prefix.prefix_encoder(query, key, value, block_tables, seq_len, kv_seq_len, …)     -> out
+    torch.ops.numba_prefix.prefix_encoder_lse(query, key, value, block_tables, seq_len, kv_seq_len, …) -> out, lse
+
+Arguments are those of numba_prefix.prefix_encoder, the lengths as integer tensors in CPU memory and mask_type by its name.
+Tensors are read where they are. No gradient is computed: an input that requires one is an error while gradients are on.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from numba_prefix.front import prefix_encoder as encode
+
+__all__ = ["npu_self_attention_prefix_encoder", "prefix_encoder", "prefix_encoder_lse"]
+
+_ARRAYS = "Tensor query, Tensor key, Tensor value, Tensor block_tables, Tensor seq_len, Tensor kv_seq_len"
+# torch allows no keyword-only tensors in a custom operator.
+_OPTIONS = (
+    "str mask_type='causal', Tensor? mask=None, Tensor? slopes=None, int? head_num=None, int? kv_head_num=None, "
+    "float qk_scale=1.0"
+)
+_OPTION_NAMES = ("mask_type", "mask", "slopes", "head_num", "kv_head_num", "qk_scale")
+
+
+def _operator(name: str, function: Any, fake: Any, returns: str) -> Any:
+    schema = f"({_ARRAYS}, {_OPTIONS}) -> {returns}"
+    operator = torch.library.custom_op(
+        f"numba_prefix::{name}", function, mutates_args=(), device_types=("cpu", "cuda"), schema=schema
+    )
+    operator.register_fake(fake)
+    operator.register_autograd(_no_gradient, setup_context=_refuse_gradient)
+    return operator
+
+
+def _no_gradient(ctx: Any, *gradients: Any) -> Any:
+    raise RuntimeError("numba_prefix computes no gradient")
+
+
+def _refuse_gradient(ctx: Any, inputs: Any, output: Any) -> None:
+    """torch calls this where an input requires a gradient that is being recorded."""
+    raise RuntimeError("numba_prefix computes no gradient: expected torch.no_grad(), or inputs that require none")
+
+
+def _options(by_position: tuple[Any, ...], by_name: dict[str, Any]) -> dict[str, Any]:
+    return dict(zip(_OPTION_NAMES, by_position, strict=False)) | by_name
+
+
+def _encode(q: Any, k: Any, v: Any, tables: Any, q_len: Any, kv_len: Any, *options: Any, **named: Any) -> Any:
+    return encode(q, k, v, tables, q_len, kv_len, **_options(options, named))
+
+
+def _encode_lse(q: Any, k: Any, v: Any, tables: Any, q_len: Any, kv_len: Any, *options: Any, **named: Any) -> Any:
+    return encode(q, k, v, tables, q_len, kv_len, return_lse=True, **_options(options, named))
+
+
+def _fake(query: Tensor, *others: Any, **named: Any) -> Tensor:
+    return query.new_empty(query.shape)
+
+
+def _fake_lse(
+    query: Tensor, k: Any, v: Any, tables: Any, q_len: Any, kv_len: Any, *options: Any, **named: Any
+) -> tuple[Tensor, Tensor]:
+    heads = query.shape[1] if query.dim() == 3 else _options(options, named).get("head_num")
+    if heads is None:
+        raise ValueError(f"head_num: got None, expected an int, since query is 2-D (shape {tuple(query.shape)})")
+    return query.new_empty(query.shape), query.new_empty((query.shape[0], heads), dtype=torch.float32)
+
+
+prefix_encoder = _operator("prefix_encoder", _encode, _fake, "Tensor")
+prefix_encoder_lse = _operator("prefix_encoder_lse", _encode_lse, _fake_lse, "(Tensor, Tensor)")
+
+
+def npu_self_attention_prefix_encoder(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    block_tables: Tensor,
+    seqlen: Tensor | list[int],
+    kv_seqlen: Tensor | list[int],
+    q_headnum: int,
+    qk_scale: float,
+    kv_headnum: int,
+    mask: Tensor | None = None,
+    slopes: Tensor | None = None,
+    mask_type: str | None = None,
+) -> Tensor:
+    """torch_npu's operator of that name, so that code written for Ascend runs elsewhere: its arguments, its mask strings.
+
+    query        float16, bfloat16 or float32 [num_tokens, q_headnum, head_size] or [num_tokens, q_headnum * head_size]
+    key, value   as query, [num_blocks, block_size, kv_headnum, head_size] (or the last two joined)
+    block_tables int32 [batch, max_block_num]
+    seqlen, kv_seqlen  query tokens and total key tokens of each sequence, integer tensors in CPU memory or lists
+    mask, slopes ATB's ALiBi template and its coefficients, float32 [q_headnum], negative as ATB's callers pass them
+    mask_type    "mask_type_causal_mask" (also None), "mask_type_norm_compress", "mask_type_alibi_compress",
+                 "mask_type_alibi_compress_sort" (torch_npu's spelling of sqrt), or any name that MaskType knows
+
+    Returns a tensor like query. Raises TypeError and ValueError naming the argument as numba_prefix.prefix_encoder spells it.
+    """
+    q_len, kv_len = (x if isinstance(x, Tensor) else torch.tensor(x, dtype=torch.int64) for x in (seqlen, kv_seqlen))
+    name = "mask_type_causal_mask" if mask_type is None else mask_type
+    encoder = torch.ops.numba_prefix.prefix_encoder
+    return encoder(query, key, value, block_tables, q_len, kv_len, name, mask, slopes, q_headnum, kv_headnum, qk_scale)
