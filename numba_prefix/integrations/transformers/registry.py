@@ -1,0 +1,102 @@
+"""Making attn_implementation="numba_prefix" known to transformers, and unknown again."""
+
+from __future__ import annotations
+
+import functools
+import threading
+from collections.abc import Callable
+from typing import Any
+
+NAME = "numba_prefix"
+
+_lock = threading.Lock()
+_replaced: list[tuple[type, str, Any]] = []  # (class, method, the original; None where it was inherited)
+
+
+def register() -> None:
+    """Make attn_implementation="numba_prefix" valid for transformers' models, in this process; again does nothing.
+
+    Adds an attention and a mask function to transformers' tables, and wraps methods that no table reaches, which do what
+    they did for any other attn_implementation: PagedAttentionCache.update and
+    ContinuousBatchingManager.switch_to_cb_friendly_attn (continuous batching), BloomAttention.forward, MptAttention.forward,
+    and set_attn_implementation of these two models. Raises ImportError without transformers 5.
+    """
+    from transformers import AttentionInterface, AttentionMaskInterface
+    from transformers.generation.continuous_batching.cache import PagedAttentionCache
+    from transformers.generation.continuous_batching.continuous_api import ContinuousBatchingManager
+    from transformers.models.bloom.modeling_bloom import BloomAttention, BloomPreTrainedModel
+    from transformers.models.mpt.modeling_mpt import MptAttention, MptPreTrainedModel
+
+    from numba_prefix.integrations.transformers.alibi import bloom_forward, mpt_forward
+    from numba_prefix.integrations.transformers.attention import attention
+    from numba_prefix.integrations.transformers.mask import lengths_mask
+
+    with _lock:
+        if _replaced:
+            return
+        AttentionInterface.register(NAME, attention)
+        AttentionMaskInterface.register(NAME, lengths_mask)
+        _wrap(PagedAttentionCache, "update", _update)
+        _wrap(ContinuousBatchingManager, "switch_to_cb_friendly_attn", _switch)
+        _wrap(BloomAttention, "forward", bloom_forward)
+        _wrap(MptAttention, "forward", mpt_forward)
+        for model in (BloomPreTrainedModel, MptPreTrainedModel):
+            _wrap(model, "set_attn_implementation", _set)
+
+
+def unregister() -> None:
+    """Undo register(): models that use numba_prefix then raise."""
+    from transformers import AttentionInterface, AttentionMaskInterface
+
+    with _lock:
+        while _replaced:
+            owner, method, original = _replaced.pop()
+            if original is None:
+                delattr(owner, method)
+            else:
+                setattr(owner, method, original)
+        AttentionInterface._global_mapping.pop(NAME, None)
+        AttentionMaskInterface._global_mapping.pop(NAME, None)
+
+
+def _wrap(owner: type, method: str, wrapper: Callable[[Any], Any]) -> None:
+    _replaced.append((owner, method, vars(owner).get(method)))
+    setattr(owner, method, wrapper(getattr(owner, method)))
+
+
+def _update(original: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(original)
+    def update(self: Any, key_states: Any, value_states: Any, layer_idx: int, kwargs: dict[str, Any]) -> Any:
+        if self.config._attn_implementation != NAME:
+            return original(self, key_states, value_states, layer_idx, kwargs)
+        from numba_prefix.integrations.transformers import paged
+
+        return paged.update(self, key_states, value_states, layer_idx, kwargs)
+
+    return update
+
+
+def _switch(original: Callable[..., Any]) -> Callable[..., Any]:
+    """The manager knows which implementations can do continuous batching by their names."""
+
+    @functools.wraps(original)
+    def switch_to_cb_friendly_attn(self: Any, model: Any, *arguments: Any, **options: Any) -> Any:
+        if model.config._attn_implementation != NAME:
+            return original(self, model, *arguments, **options)
+        return None
+
+    return switch_to_cb_friendly_attn
+
+
+def _set(original: Callable[..., Any]) -> Callable[..., Any]:
+    """transformers looks for its attention interface in a model's source, and sets nothing where it is not used."""
+
+    @functools.wraps(original)
+    def set_attn_implementation(self: Any, attn_implementation: Any, *arguments: Any, **options: Any) -> Any:
+        if NAME not in (attn_implementation, self.config._attn_implementation):
+            return original(self, attn_implementation, *arguments, **options)
+        chosen = self._check_and_adjust_attn_implementation(attn_implementation, is_init_check=False)
+        self.config._attn_implementation_internal = chosen
+        return None
+
+    return set_attn_implementation
