@@ -101,10 +101,11 @@ def _extents(given: CTensor, name: str) -> tuple[tuple[int, ...], tuple[int, ...
 
 
 def _check_memory(data: int, shape: tuple[int, ...], strides: tuple[int, ...], item_bytes: int, name: str) -> None:
-    """Zeros in a shape don't count for its size, as with NumPy: strides of an empty array have to be numbers too."""
+    """Of a shape's size zeros don't count, as with NumPy: strides of an empty array have to be numbers too. Elements count
+    as if they had 8 bytes, because lengths and tables of other types are copied to wider ones."""
     first, end = span(shape, strides)
     is_within = data + first * item_bytes >= 0 and data + end * item_bytes <= sys.maxsize
-    if math.prod(n or 1 for n in shape) * item_bytes > sys.maxsize or not is_within:
+    if math.prod(n or 1 for n in shape) * 8 > sys.maxsize or not is_within:
         raise Refusal(
             Status.ERROR_INVALID_TENSOR_SIZE,
             f"{name}: got shape {shape} with strides {strides} at {data:#x}, expected memory that can be addressed",

@@ -24,6 +24,7 @@ _PYTHON_API = (
     "Py_IsInitialized", "PyGILState_Ensure", "PyGILState_Release", "PyLong_FromVoidPtr", "PyObject_CallOneArg", "Py_IncRef",
     "Py_DecRef", "PyErr_Occurred", "PyErr_Clear", "PyThread_get_thread_ident", "PyThreadState_SetAsyncExc",
 )  # fmt: skip
+# uwtable: CPython ends a thread that asks for the GIL after the interpreter's end by unwinding its stack, through here.
 # The exception is set anew only once nothing is left to do in Python here: it is raised at the thread's next bytecode.
 _CALL_PYTHON = """
 define internal void @call_python(ptr %call, ptr %body, ptr %interrupted) uwtable {{

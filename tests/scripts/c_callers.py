@@ -1,7 +1,8 @@
 """c_callers.py MODE LIBRARY: caller.c, compiled as LIBRARY, calls numba_prefix.
 
 threads: from eight threads that Python did not start. signal: a signal arrives
-while C code runs. ctrl_c (no LIBRARY needed): during the computation. after: C code calls once the interpreter has ended.
+while C code runs. after: C code calls once the interpreter has ended. Without a LIBRARY, ctrl_c: Ctrl-C during the
+computation; fork: calls in a child of a process that has made some.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ import signal
 import sys
 import threading
 import time
+import warnings
 from typing import Any
 
 import c_side
@@ -102,9 +104,24 @@ def ctrl_c() -> None:
     assert c_side.destroy(op) == Status.NO_ERROR
 
 
+def forked() -> None:
+    case = make_case([65, 1], [165, 90], head_num=8, kv_head_num=2, head_size=64, dtype="float16")
+    expected, out = run(case, "cpu"), c_side.nan_like(case.query)
+    arguments = c_side.problem(case, out)
+    c_side.compute(arguments)
+    warnings.simplefilter("ignore", DeprecationWarning)  # newer Pythons warn of a fork beside threads
+    child = os.fork()
+    out[...] = np.nan
+    c_side.compute(arguments)
+    same_bits(out, expected)
+    if child == 0:
+        os._exit(0)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+
+
 def main(mode: str, *path: str) -> None:
-    if mode == "ctrl_c":
-        ctrl_c()
+    if not path:
+        {"ctrl_c": ctrl_c, "fork": forked}[mode]()
     else:
         library = ctypes.CDLL(*path)
         if mode == "after":
