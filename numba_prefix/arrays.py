@@ -40,7 +40,7 @@ class Tensor:
 
     name: str  # the argument's name, for messages
     owner: Any = field(repr=False)  # the caller's own object
-    kind: str  # "numpy", "torch" or "dlpack" (the latter also for CUDA-array-interface objects)
+    kind: str  # "numpy", "torch", "dlpack" (CUDA-array-interface objects too) or "c" (memory of a C caller, no owner)
     address: int  # of element [0, …, 0]
     dtype: str  # "float16", "bfloat16", "float32", "int32", …
     shape: tuple[int, ...]
