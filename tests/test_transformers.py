@@ -282,15 +282,26 @@ def test_a_model_with_an_attention_of_its_own_cannot_misread_the_mask() -> None:
     from numba_prefix.integrations.transformers.mask import lengths_mask
 
     mask = lengths_mask(2, 5, 5)
-    assert (mask.ndim, mask.to(torch.bool), mask.device) == (4, mask, torch.device("cpu"))
+    assert (mask.ndim, mask.shape, mask.device) == (4, (2, 1, 5, 5), torch.device("cpu"))
+    assert mask.to(torch.bool) is mask
+    scores = torch.zeros(2, 4, 5, 5)
     for compute in (
-        lambda: torch.zeros(2, 4, 5, 5) + mask,
+        lambda: scores + mask,
+        lambda: scores.masked_fill(mask, 0.0),
+        lambda: torch.where(mask, scores, scores),
         lambda: mask[:, :, :, :3],
-        lambda: mask == 0,
-        lambda: mask.sum(),
+        lambda: torch.nn.functional.scaled_dot_product_attention(scores, scores, scores, attn_mask=mask),
     ):
         with pytest.raises(ValueError, match="a model that computes its attention by itself"):
             compute()
+
+
+def test_in_a_compiled_model() -> None:
+    model = model_of("llama")
+    model.set_attn_implementation("numba_prefix")
+    inputs = padded(prompts(5, 12))
+    with torch.no_grad():
+        torch.testing.assert_close(torch.compile(model, backend="eager")(**inputs).logits, model(**inputs).logits)
 
 
 def test_gradients_are_refused() -> None:

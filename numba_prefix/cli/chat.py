@@ -63,7 +63,12 @@ def command(arguments: argparse.Namespace) -> int:
         "command": "chat-demo",
         "dtype": arguments.dtype,
         "requests": [
-            {"question": question, "prompt_tokens": len(prompt), "tokens": answer, "answer": tokenizer.decode(answer, skip_special_tokens=True)}
+            {
+                "question": question,
+                "prompt_tokens": len(prompt),
+                "tokens": answer,
+                "answer": tokenizer.decode(answer, skip_special_tokens=True),
+            }
             for question, prompt, answer in zip(QUESTIONS, prompts, shared.answers, strict=True)
         ],
         "shared": asdict(shared),
@@ -110,7 +115,11 @@ def _answer(model: Any, prompts: list[list[int]], max_new_tokens: int, *, is_sha
         max_new_tokens=max_new_tokens, do_sample=False, eos_token_id=model.generation_config.eos_token_id
     )
     config = ContinuousBatchingConfig(
-        page_size=PAGE_SIZE, num_blocks=NUM_PAGES, max_batch_tokens=512, max_requests_per_batch=8, allow_block_sharing=is_shared
+        page_size=PAGE_SIZE,
+        num_blocks=NUM_PAGES,
+        max_batch_tokens=512,
+        max_requests_per_batch=8,
+        allow_block_sharing=is_shared,
     )
     before, began = counts(), time.perf_counter()
     answers: dict[str, list[int]] = {}

@@ -13,6 +13,7 @@ from numba_prefix.integrations.transformers.refusals import check_options, refus
 from numba_prefix.integrations.transformers.runs import Batch
 
 
+@torch.compiler.disable  # a compiled model calls it as it is: plans and rows of padding are Python's matter
 def attention(
     module: Any,
     query: Tensor,
@@ -37,6 +38,7 @@ def attention(
     return attend(query, key, value, attention_mask, qk_scale), None
 
 
+@torch.compiler.disable
 def attend(
     query: Tensor, key: Tensor, value: Tensor, mask: Any, qk_scale: float, slopes: Tensor | None = None
 ) -> Tensor:
@@ -45,7 +47,7 @@ def attend(
     if mask is None:
         if key.shape[2] != q_length:
             raise refuse("a cache and no mask")
-        mask = LengthsMask.of(all_rows(batch, q_length, 0))
+        mask = LengthsMask(all_rows(batch, q_length, 0), q_length, q_length, query.device)
     elif not isinstance(mask, LengthsMask):
         raise refuse("a mask of the caller's own")
     key, value = _same_spacing(key, value, mask.rows)

@@ -37,7 +37,11 @@ def load(model: Path, dtype: str = "float32", attn_implementation: str = "numba_
     logging.disable_progress_bar()
     try:
         with _gguf_file(model) as file:
-            where = {"pretrained_model_name_or_path": str(file.parent), "gguf_file": file.name, "local_files_only": True}
+            where = {
+                "pretrained_model_name_or_path": str(file.parent),
+                "gguf_file": file.name,
+                "local_files_only": True,
+            }
             tokenizer = AutoTokenizer.from_pretrained(**where)
             network = AutoModelForCausalLM.from_pretrained(
                 **where, dtype=getattr(torch, dtype), attn_implementation=attn_implementation

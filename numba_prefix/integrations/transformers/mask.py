@@ -35,45 +35,39 @@ class Rows:
         return both[:, 0], both[:, 1]
 
 
-class LengthsMask(Tensor):
+class LengthsMask:
     """A mask that is never made: it carries the lengths, and refuses to be computed with.
 
-    A model whose attention does not come from the interface would add it to its scores; that raises, by name.
+    A model whose attention does not come from the interface would add it to its scores; that raises, by name. It is no
+    tensor (torch.compile traces those), but answers what transformers asks of a complete mask.
     """
 
-    rows: Rows
-    batch: Batch | None  # of the first layer; the others take it over
+    ndim = 4
+    dtype = torch.bool
 
-    @staticmethod
-    def of(rows: Rows) -> LengthsMask:
-        # Four axes, as transformers expects of a mask that is complete.
-        mask = torch.empty((len(rows.q_len), 1, 0, 0)).as_subclass(LengthsMask)
-        mask.rows, mask.batch = rows, None
-        return mask
+    def __init__(self, rows: Rows, q_length: int, kv_length: int, device: Any) -> None:
+        self.rows = rows
+        self.shape = (len(rows.q_len), 1, q_length, kv_length)
+        self.device = device
+        self.batch: Batch | None = None  # made by the first layer; the others take it over
+
+    def to(self, *arguments: Any, **options: Any) -> LengthsMask:
+        """A model may move its mask, or cast it: what it carries stays."""
+        return self
+
+    def __getitem__(self, index: Any) -> Any:
+        raise _computed("[…]")
 
     @classmethod
-    def __torch_function__(
-        cls, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        if func in _PASSED_ON:
-            return args[0]
-        if func in _METADATA:
-            return super().__torch_function__(func, types, args, kwargs or {})
-        name = getattr(func, "__name__", str(func))
-        raise refuse(f"a model that computes its attention by itself (it called {name} on the mask)")
+    def __torch_function__(cls, function: Any, types: Any, arguments: Any = (), options: Any = None) -> Any:
+        raise _computed(getattr(function, "__name__", str(function)))
 
 
-# A model may move its mask, or cast it to bool: what it carries stays.
-_PASSED_ON = {Tensor.to, Tensor.bool, Tensor.contiguous, Tensor.detach}
-_METADATA = {
-    *(Tensor.dim, Tensor.size, Tensor.__len__, Tensor.__repr__, Tensor.is_floating_point),
-    *(
-        getattr(Tensor, name).__get__
-        for name in ("shape", "ndim", "device", "dtype", "requires_grad", "is_cpu", "is_cuda")
-    ),
-}
+def _computed(what: str) -> ValueError:
+    return refuse(f"a model that computes its attention by itself (it used {what} on the mask)")
 
 
+@torch.compiler.disable
 def lengths_mask(
     batch_size: int,
     q_length: int,
@@ -81,10 +75,13 @@ def lengths_mask(
     q_offset: Any = 0,
     kv_offset: int = 0,
     mask_function: Callable[..., Any] = causal_mask_function,
-    attention_mask: Tensor | None = None,
+    attention_mask: Any = None,
+    device: Any = "cpu",
     **options: Any,
 ) -> LengthsMask:
     """transformers' mask function for numba_prefix: the mask has to be causal, its padding at the ends of sequences."""
+    if isinstance(attention_mask, LengthsMask):  # made ahead, as generation with a static cache does
+        return attention_mask
     if mask_function is not causal_mask_function or options.get("local_size") is not None:
         raise refuse(
             "a mask that is not plainly causal (a sliding window, chunks, packed sequences, or a function of its own)"
@@ -92,9 +89,12 @@ def lengths_mask(
     if kv_offset:
         raise refuse(f"a cache that has dropped its first {kv_offset} keys")
     past = int(q_offset)
-    if attention_mask is None:
-        return LengthsMask.of(all_rows(batch_size, q_length, past))
-    return LengthsMask.of(_unpadded_rows(attention_mask, q_length, past))
+    rows = (
+        all_rows(batch_size, q_length, past)
+        if attention_mask is None
+        else _unpadded_rows(attention_mask, q_length, past)
+    )
+    return LengthsMask(rows, q_length, kv_length, torch.device(device))
 
 
 def all_rows(batch: int, q_length: int, past: int) -> Rows:

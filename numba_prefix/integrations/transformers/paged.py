@@ -26,6 +26,7 @@ class Pages:
     batch: Batch
 
 
+@torch.compiler.disable
 def update(cache: Any, key: Tensor, value: Tensor, layer_idx: int, kwargs: dict[str, Any]) -> tuple[Tensor, Tensor]:
     """Instead of PagedAttentionCache.update: writes the new keys and values, gathers none, and adds Pages to kwargs.
 
