@@ -32,7 +32,7 @@ def names(path: Path, *prefixes: str) -> set[str]:
 
 
 @pytest.mark.parametrize(
-    "module", ["vocabulary", "masks", "softmax", "tiling", "problem", "workspace", "arrays", "reference"]
+    "module", ["vocabulary", "masks", "softmax", "tiling", "problem", "lengths", "workspace", "arrays", "reference"]
 )
 def test_rules_know_no_numba(module: str) -> None:
     assert names(PACKAGE / f"{module}.py", "numba", "llvmlite", "numba_prefix.cpu", "numba_prefix.cuda") == set()
