@@ -1,4 +1,4 @@
-"""Checks of what a call says on the host: the lengths of its sequences, and the block ids that they will read.
+"""Checks of what a call says on the host: lengths, the blocks that are held, and the block ids that will be read.
 
 Messages are those of problem.py: "<argument>: got <what>, expected <what>".
 """
@@ -41,12 +41,35 @@ def check_lengths(problem: Problem, seq_len: Any, kv_seq_len: Any) -> tuple[NDAr
     return q_len, kv_len
 
 
+def check_held_blocks(problem: Problem, held_blocks: Any) -> NDArray[np.bool_] | None:
+    """A copy, bool [batch, max_block_num], of a host-side array of that shape; None stays None.
+
+    Raises TypeError for another type or GPU memory, ValueError for another shape.
+    """
+    if held_blocks is None:
+        return None
+    t = describe(held_blocks, "held_blocks")
+    if t.device != "cpu":
+        raise TypeError(f"held_blocks: got one on {t.device}, expected a host-side array (NumPy, CPU tensor)")
+    if t.dtype != "bool":
+        raise TypeError(f"held_blocks: got dtype {t.dtype}, expected bool")
+    expected = (problem.batch, problem.max_block_num)
+    if t.shape != expected:
+        raise ValueError(f"held_blocks: got shape {t.shape}, expected {expected}, that of block_tables")
+    return np.array(as_numpy(t))
+
+
 def check_block_ids(
-    problem: Problem, block_tables: Tensor, q_len: NDArray[np.int64], kv_len: NDArray[np.int64]
+    problem: Problem,
+    block_tables: Tensor,
+    q_len: NDArray[np.int64],
+    kv_len: NDArray[np.int64],
+    held_blocks: NDArray[np.bool_] | None = None,
 ) -> None:
     """Raise bad_block_error for the first block id that would be read and names no block. The table is on the CPU.
 
-    Lengths as check_lengths returns them. Entries past ceil(kv_len / block_size) are not looked at.
+    Lengths and held_blocks as check_lengths and check_held_blocks return them. Entries past ceil(kv_len / block_size),
+    and those of blocks that are not held, do not matter.
     """
     table = as_numpy(block_tables)
     if 0 < table.size <= SMALL_TABLE and int(table.view(np.uint32).max()) < problem.num_blocks:
@@ -58,6 +81,8 @@ def check_block_ids(
     if not np.count_nonzero(is_bad):
         return
     is_bad &= np.arange(width) < num_read[:, None]
+    if held_blocks is not None:
+        is_bad &= held_blocks[:, :width]
     if np.count_nonzero(is_bad):
         raise bad_block_error(problem, block_tables, *divmod(int(is_bad.argmax()), width))
 

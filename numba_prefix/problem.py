@@ -28,6 +28,7 @@ from numba_prefix.lengths import (
     INTEGER_DTYPES,
     bad_block_error,
     check_block_ids,
+    check_held_blocks,
     check_lengths,
 )
 from numba_prefix.masks import MaskType
@@ -39,6 +40,7 @@ __all__ = [
     "Problem",
     "bad_block_error",
     "check_block_ids",
+    "check_held_blocks",
     "check_lengths",
     "static_problem",
     "unit_stride",
@@ -57,7 +59,7 @@ HEADS_MASK_COLUMNS = 128
 class Problem:
     """Everything a plan depends on apart from the lengths and the arrays' places in memory."""
 
-    dtype: str  # of query, key, value and the output
+    dtype: str  # of query, key and value
     num_tokens: int
     batch: int
     head_num: int
@@ -108,6 +110,7 @@ def static_problem(
     head_num: Any = None,
     kv_head_num: Any = None,
     qk_scale: Any = 1.0,
+    out_dtype: str | None = None,
 ) -> tuple[Problem, Operands]:
     """Check everything that needs no array's values (but the slopes'), and describe it.
 
@@ -116,7 +119,7 @@ def static_problem(
     block_tables: integers [batch, max_block_num]; other types than int32 are copied to int32, clipping misfits.
     mask: query's dtype or float32, [256, 256] or [head_num, mask_len, 128] for an ALiBi kind; [128, 128] (never read)
     for CAUSAL_MASK. slopes: float32 [head_num] array, or a list or tuple of numbers; on query's device or on the host.
-    out: writable, as query, sharing no memory with an input. Raises TypeError and ValueError.
+    out: writable, as query, sharing no memory with an input. out_dtype: None for query's. Raises TypeError and ValueError.
     """
     kind = mask_type if type(mask_type) is MaskType else MaskType.parse(mask_type)
     scale = _qk_scale(qk_scale)
@@ -140,7 +143,11 @@ def static_problem(
         slopes_t = _slopes(slopes, q.device, heads, kind, is_positive=mask is None)
     if form == "heads":
         slopes_t = None
-    out_t = None if out is None else _out(describe(out, "out"), q, (q, k_cache, v_cache, table, mask_t, slopes_t))
+    out_t = (
+        None
+        if out is None
+        else _out(describe(out, "out"), q, out_dtype or q.dtype, (q, k_cache, v_cache, table, mask_t, slopes_t))
+    )
     problem = _problem(
         q.dtype, q.shape[0], table.shape[0], heads, kv_heads, head_size, num_blocks, block_size, table.shape[1],
         kind, form, None if mask_t is None else mask_t.dtype, mask_t.shape[1] if mask_t and form == "heads" else 0,
@@ -202,9 +209,10 @@ def _count(value: Any, name: str) -> int:
     return operator.index(value)
 
 
-def _like_query(t: Tensor, q: Tensor) -> None:
-    if t.dtype != q.dtype:
-        raise TypeError(f"{t.name}: got dtype {t.dtype}, expected {q.dtype} (query's)")
+def _like_query(t: Tensor, q: Tensor, dtype: str | None = None) -> None:
+    expected = f"{q.dtype} (query's)" if dtype in (None, q.dtype) else dtype
+    if t.dtype != (dtype or q.dtype):
+        raise TypeError(f"{t.name}: got dtype {t.dtype}, expected {expected}")
     if t.device != q.device:
         raise ValueError(f"{t.name}: got an array on {t.device}, expected one on {q.device} (query's device)")
 
@@ -366,8 +374,8 @@ def _slope_values(t: Tensor) -> list[float]:
     return [float(v) for v in read()]
 
 
-def _out(t: Tensor, q: Tensor, inputs: tuple[Tensor | None, ...]) -> Tensor:
-    _like_query(t, q)
+def _out(t: Tensor, q: Tensor, dtype: str, inputs: tuple[Tensor | None, ...]) -> Tensor:
+    _like_query(t, q, dtype)
     if t.shape != q.shape:
         raise ValueError(f"out: got shape {t.shape}, expected {q.shape} (query's)")
     if t.is_copy:

@@ -1,0 +1,58 @@
+"""Which keys of each sequence a call attends to, as the runs of positions that plans are made of (see tiling.py)."""
+
+from __future__ import annotations
+
+import numpy as np
+from numpy.typing import NDArray
+
+from numba_prefix.tiling import END_RUN, FIRST_RUN, HELD_BEFORE, RUN_BEGIN, RUN_COLUMNS, RUN_END
+
+
+def add_runs(
+    sequences: NDArray[np.int64], kv_len: NDArray[np.int64], held_blocks: NDArray[np.bool_] | None, block_size: int
+) -> NDArray[np.int64]:
+    """int64 [runs, RUN_COLUMNS]; writes each sequence's first and last run into its row of `sequences`.
+
+    held_blocks: bool [batch, max_block_num], or None for all keys.
+    """
+    batch = len(kv_len)
+    if held_blocks is None:
+        runs = np.zeros((batch, RUN_COLUMNS), np.int64)
+        runs[:, RUN_END] = kv_len
+        sequences[:, FIRST_RUN] = np.arange(batch)
+        sequences[:, END_RUN] = sequences[:, FIRST_RUN] + 1
+        return runs
+    owner, begin, end = _held_ranges(held_blocks, kv_len, block_size)
+    runs = np.empty((len(owner), RUN_COLUMNS), np.int64)
+    runs[:, RUN_BEGIN], runs[:, RUN_END] = begin, end
+    sequences[:, FIRST_RUN] = np.searchsorted(owner, np.arange(batch), side="left")
+    sequences[:, END_RUN] = np.searchsorted(owner, np.arange(batch), side="right")
+    before = np.cumsum(end - begin) - (end - begin)
+    runs[:, HELD_BEFORE] = before - before[sequences[owner, FIRST_RUN]]
+    return runs
+
+
+def num_held(sequences: NDArray[np.int64], runs: NDArray[np.int64]) -> NDArray[np.int64]:
+    """int64 [batch]: held keys of each sequence."""
+    last = runs[sequences[:, END_RUN] - 1]
+    held: NDArray[np.int64] = last[:, HELD_BEFORE] + last[:, RUN_END] - last[:, RUN_BEGIN]
+    return held
+
+
+def _held_ranges(
+    held_blocks: NDArray[np.bool_], kv_len: NDArray[np.int64], block_size: int
+) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.int64]]:
+    """Sequence, first position and one past the last of every run, in order; a sequence without any has an empty run."""
+    batch, width = held_blocks.shape
+    edged = np.zeros((batch, width + 2), np.int8)
+    edged[:, 1:-1] = held_blocks & (np.arange(width) * block_size < kv_len[:, None])
+    change = np.diff(edged, axis=1)
+    owner, first_block = np.nonzero(change == 1)
+    end_block = np.nonzero(change == -1)[1]
+    without = np.setdiff1d(np.arange(batch), owner)
+    nothing = np.zeros(len(without), np.int64)
+    owner = np.concatenate([owner, without])
+    begin = np.concatenate([first_block * block_size, nothing])
+    end = np.concatenate([np.minimum(end_block * block_size, kv_len[owner[: len(end_block)]]), nothing])
+    order = np.argsort(owner, kind="stable")
+    return owner[order], begin[order], end[order]
