@@ -88,8 +88,7 @@ def prefix_encoder(
     argument, before anything is computed, and TargetUnavailableError for a target that cannot run.
     """
     _check_choice("validate", validate, VALIDATE)
-    if not isinstance(return_lse, (bool, np.bool_)):
-        raise TypeError(f"return_lse: got {type(return_lse).__name__}, expected a bool")
+    check_flag("return_lse", return_lse)
     problem, operands = static_problem(
         query, key, value, block_tables, mask=mask, slopes=slopes, out=out, mask_type=mask_type,
         head_num=head_num, kv_head_num=kv_head_num, qk_scale=qk_scale,
@@ -335,6 +334,11 @@ def _check_choice(name: str, given: Any, accepted: tuple[str, ...]) -> None:
         raise TypeError(f"{name}: got {type(given).__name__}, expected one of {', '.join(map(repr, accepted))}")
     if given not in accepted:
         raise ValueError(f"{name}: got {given!r}, expected one of {', '.join(map(repr, accepted))}")
+
+
+def check_flag(name: str, given: Any) -> None:
+    if not isinstance(given, (bool, np.bool_)):
+        raise TypeError(f"{name}: got {type(given).__name__}, expected a bool")
 
 
 def _choose_target(q: Tensor, context: Context) -> tuple[str, str]:

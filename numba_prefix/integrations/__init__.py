@@ -1,0 +1,1 @@
+"""The operator inside other libraries: one module for each, which imports that library."""
