@@ -10,8 +10,8 @@ from numba_prefix.tiling import END_RUN, FIRST_RUN, HELD_BEFORE, RUN_BEGIN, RUN_
 
 def add_runs(
     sequences: NDArray[np.int64], kv_len: NDArray[np.int64], held_blocks: NDArray[np.bool_] | None, block_size: int
-) -> NDArray[np.int64]:
-    """int64 [runs, RUN_COLUMNS]; writes each sequence's first and last run into its row of `sequences`.
+) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    """Runs, int64 [runs, RUN_COLUMNS], and held keys, int64 [batch]; writes into `sequences` which runs are whose.
 
     held_blocks: bool [batch, max_block_num], or None for all keys.
     """
@@ -19,9 +19,9 @@ def add_runs(
     if held_blocks is None:
         runs = np.zeros((batch, RUN_COLUMNS), np.int64)
         runs[:, RUN_END] = kv_len
-        sequences[:, FIRST_RUN] = np.arange(batch)
-        sequences[:, END_RUN] = sequences[:, FIRST_RUN] + 1
-        return runs
+        bounds = np.arange(batch + 1)
+        sequences[:, FIRST_RUN], sequences[:, END_RUN] = bounds[:-1], bounds[1:]
+        return runs, kv_len
     owner, begin, end = _held_ranges(held_blocks, kv_len, block_size)
     runs = np.empty((len(owner), RUN_COLUMNS), np.int64)
     runs[:, RUN_BEGIN], runs[:, RUN_END] = begin, end
@@ -29,14 +29,8 @@ def add_runs(
     sequences[:, END_RUN] = np.searchsorted(owner, np.arange(batch), side="right")
     before = np.cumsum(end - begin) - (end - begin)
     runs[:, HELD_BEFORE] = before - before[sequences[owner, FIRST_RUN]]
-    return runs
-
-
-def num_held(sequences: NDArray[np.int64], runs: NDArray[np.int64]) -> NDArray[np.int64]:
-    """int64 [batch]: held keys of each sequence."""
     last = runs[sequences[:, END_RUN] - 1]
-    held: NDArray[np.int64] = last[:, HELD_BEFORE] + last[:, RUN_END] - last[:, RUN_BEGIN]
-    return held
+    return runs, last[:, HELD_BEFORE] + last[:, RUN_END] - last[:, RUN_BEGIN]
 
 
 def _held_ranges(

@@ -38,6 +38,7 @@ __all__ = [
     "MAX_HEAD_SIZE",
     "Operands",
     "Problem",
+    "as_int",
     "bad_block_error",
     "check_block_ids",
     "check_held_blocks",
@@ -133,8 +134,8 @@ def static_problem(
         q.shape,
         k_cache.shape,
         v_cache.shape,
-        None if head_num is None else _count(head_num, "head_num"),
-        None if kv_head_num is None else _count(kv_head_num, "kv_head_num"),
+        None if head_num is None else as_int(head_num, "head_num"),
+        None if kv_head_num is None else as_int(kv_head_num, "kv_head_num"),
     )
     table = _block_tables(describe(block_tables, "block_tables"), q.device)
     form, mask_t = ("none", None) if mask is None else _mask(describe(mask, "mask"), q, heads, kind)
@@ -201,7 +202,8 @@ def _qk_scale(value: Any) -> float:
     return float(value)
 
 
-def _count(value: Any, name: str) -> int:
+def as_int(value: Any, name: str) -> int:
+    """An int or NumPy integer as int; TypeError for anything else."""
     if type(value) is int:
         return value
     if isinstance(value, bool) or not isinstance(value, (int, np.integer)):

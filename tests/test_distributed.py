@@ -6,9 +6,12 @@ import json
 import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
 from cases import make_case
 from processes import environment, finish, start
+
+from numba_prefix import softmax
 
 torch = pytest.importorskip("torch")
 if not torch.distributed.is_available():
@@ -59,6 +62,25 @@ def test_head_shares_refused() -> None:
         head_share(4, 2, 2)
     with pytest.raises(ValueError, match="num_heads: got 1, expected at least one for each of 2"):
         head_share(1, 0, 2)
+    with pytest.raises(TypeError, match="world_size: got float, expected an int"):
+        head_share(1, 0, 2.0)  # type: ignore[arg-type]
+
+
+def test_rules_on_tensors() -> None:
+    """The softmax rules give for tensors what they give for arrays, float32 kept."""
+    scores = np.float32([[3.5, -2.0, -np.inf, 88.0], [0.25, -200.0, -np.inf, -np.inf]])
+    for rule in (
+        lambda x: softmax.shift_of(softmax.running_max(x[0], x[1])),
+        lambda x: softmax.weight(x[1], softmax.shift_of(x[0]), softmax.LOG2_E),
+        lambda x: softmax.log_sum_exp(x[0], x[1] * x[1], np.float32(1)),
+        lambda x: softmax.normalize(x[0], softmax.weight(x[1], np.float32(0), softmax.LOG2_E)),
+        lambda x: softmax.weighted(x[0] / np.float32(0), softmax.weight(x[1], np.float32(0), softmax.LOG2_E)),
+    ):
+        with np.errstate(all="ignore"):
+            expected = rule(scores)
+        got = rule(torch.from_numpy(scores))
+        assert got.dtype == torch.float32
+        np.testing.assert_allclose(got.numpy(), expected, rtol=3e-7)
 
 
 def test_without_a_group() -> None:

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 import numba_prefix as nbp
 from numba_prefix.front import Context, plan_partial
 from numba_prefix.masks import MaskType
-from numba_prefix.reference import naive, reference
+from numba_prefix.reference import budget, naive, reference
 
 # Decode and prefill rows, an empty sequence, one long enough for its keys to be split, and one of many tiles.
 Q_LEN, KV_LEN = [1, 5, 0, 1, 40], [70, 300, 9, 2500, 170]
@@ -197,6 +197,25 @@ def test_parts_merge_to_the_whole(target: str, dtype: str) -> None:
     (ref, ref_lse), (plain, plain_lse) = reference(**arguments), naive(**arguments)
     judge(out.astype(DTYPES[dtype]), ref, plain, "out")
     judge(lse, ref_lse, plain_lse, "lse")
+
+
+def test_parts_that_cancel() -> None:
+    """Parts of 16 bits would not do: where they cancel, their rounding is larger than the whole."""
+    case = make_case([4], [64], head_num=2, block_size=32, dtype="float16", mask_type="none", key=0.0,
+                     value=lambda b, j, h, c: np.where(j < 32, 100.0, -100.0) + np.sin(7 * j + 3 * c))  # fmt: skip
+    inputs = (case.query, case.key, case.value, case.block_tables, case.seq_len, case.kv_seq_len)
+    columns = np.arange(case.block_tables.shape[1])
+    parts: list[Any] = []
+    for block in range(2):
+        op = plan_partial(*inputs, np.broadcast_to(columns == block, case.block_tables.shape), Context("cpu"),
+                          mask_type="none", qk_scale=case.qk_scale)  # fmt: skip
+        op.run()
+        parts += [op.out, op.lse]
+    out = nbp.merge_states(*parts)[0].astype(np.float16)
+    short = nbp.merge_states(*(x.astype(np.float16) if x.ndim == 3 else x for x in parts))[0]
+    ref, plain = reference(**case.arguments()), naive(**case.arguments())
+    judge(out, ref, plain, "out")
+    assert not budget(short, ref, plain).ok
 
 
 def test_a_partial_operation_can_be_bound_anew(kernel: str) -> None:

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from numba_prefix import masks, softmax, tiling
-from numba_prefix.held import add_runs, num_held
+from numba_prefix.held import add_runs
 from numba_prefix.vocabulary import exp2, log2, maximum, where
 
 F32 = np.float32
@@ -115,10 +115,10 @@ def test_runs_walk_the_held_keys(problem: tuple[list[tuple[int, int]], np.ndarra
     """From any key on, in blocks of consecutive positions, each held key once and in order; counts and ends agree."""
     lengths, blocks, block_size = problem
     sequences = table_of(lengths)
-    runs = add_runs(sequences, sequences[:, tiling.KV_LEN], blocks, block_size)
+    runs, num_held = add_runs(sequences, sequences[:, tiling.KV_LEN], blocks, block_size)
     for b, (_, kv_len) in enumerate(lengths):
         expected = held_positions(kv_len, None if blocks is None else blocks[b], block_size)
-        assert num_held(sequences, runs)[b] == len(expected)
+        assert num_held[b] == len(expected)
         first, n_end = len(expected) // 3, len(expected) - len(expected) // 4
         kv_idx, walked = first, []
         while kv_idx < n_end:
@@ -148,7 +148,7 @@ def test_work_list_covers_every_pair_once(
     a tile that sees nothing has one entry all the same."""
     lengths, blocks, block_size = problem
     sequences = table_of(lengths)
-    runs = add_runs(sequences, sequences[:, tiling.KV_LEN], blocks, block_size)
+    runs, _ = add_runs(sequences, sequences[:, tiling.KV_LEN], blocks, block_size)
     totals = np.zeros(3 + tiling.COST_BUCKETS, np.int64)
     tiling.count_work(sequences, runs, group_size, head_size, is_causal, totals)
     entries, split_tiles, partial_f32 = totals[:3].tolist()

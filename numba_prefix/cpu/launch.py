@@ -18,7 +18,7 @@ from numba_prefix.cpu.features import cpu_name
 from numba_prefix.cpu.jit import kernel
 from numba_prefix.cpu.kernel import drain
 from numba_prefix.cpu.pool import run_together
-from numba_prefix.held import add_runs, num_held
+from numba_prefix.held import add_runs
 from numba_prefix.masks import MaskType
 from numba_prefix.problem import Operands, Problem
 from numba_prefix.workspace import ALIGNMENT, Layout, workspace_layout
@@ -81,7 +81,7 @@ def plan(
     np.cumsum(q_len, out=sequences[:, tiling.Q_BEGIN])
     sequences[:, tiling.Q_BEGIN] -= q_len
     sequences[:, tiling.Q_LEN], sequences[:, tiling.KV_LEN] = q_len, kv_len
-    runs = add_runs(sequences, kv_len, held_blocks, problem.block_size)
+    runs, num_held = add_runs(sequences, kv_len, held_blocks, problem.block_size)
     kv_heads, group_size = problem.kv_head_num, problem.group_size
     is_causal = problem.mask_type is not MaskType.NONE
     totals = np.empty(3 + tiling.COST_BUCKETS, np.int64)
@@ -90,9 +90,7 @@ def plan(
     work = np.empty((entries, tiling.WORK_COLUMNS), np.int64)
     fill_work(sequences, runs, group_size, kv_heads, problem.head_size, is_causal, totals, work)
     num_items = entries * kv_heads
-    flops = (
-        4.0 * problem.head_size * problem.head_num * float(np.dot(q_len.astype(np.float64), num_held(sequences, runs)))
-    )
+    flops = 4.0 * problem.head_size * problem.head_num * float(np.dot(q_len.astype(np.float64), num_held))
     num_workers = max(1, min(num_threads, MAX_WORKERS, num_items, int(flops / FLOPS_PER_WORKER)))
     items_per_visit = max(1, int(num_items * min(1.0, FLOPS_PER_VISIT / max(flops, 1.0))))
     offsets, scratch_bytes = _scratch_layout(problem.head_size)

@@ -20,7 +20,7 @@ from numba_prefix.front import Context, Op, check_flag, plan_partial, prefix_enc
 from numba_prefix.integrations.ranks import CALLS, RankError, Ranks, check_equal, facts_of
 from numba_prefix.lengths import check_held_blocks, check_lengths
 from numba_prefix.masks import MaskType
-from numba_prefix.problem import static_problem
+from numba_prefix.problem import as_int, static_problem
 from numba_prefix.softmax import LOG2_E, log_sum_exp, normalize, shift_of, weight, weighted
 from numba_prefix.vocabulary import F32_ONE
 
@@ -32,8 +32,11 @@ _COMMON = ("return_lse", "dtype", "num_tokens", "batch", "head_size", "mask_type
 def head_share(num_heads: int, rank: int, world_size: int) -> tuple[int, int]:
     """First and one past the last of num_heads kv heads that fall to a rank: shares differ by one head at most.
 
-    Query heads follow their kv head: times head_num // kv_head_num. Raises ValueError where a rank would have none.
+    Query heads follow their kv head: times head_num // kv_head_num. Raises TypeError, and ValueError where a rank would have
+    none.
     """
+    num_heads, rank = as_int(num_heads, "num_heads"), as_int(rank, "rank")
+    world_size = as_int(world_size, "world_size")
     if not 0 <= rank < world_size:
         raise ValueError(f"rank: got {rank}, expected 0 to {world_size - 1}")
     if num_heads < world_size:
