@@ -25,7 +25,7 @@ class RankError(RuntimeError):
 
 
 class Ranks:
-    """A group as one of its members sees it. Every method is a collective: all ranks call it, in the same order."""
+    """A group as one of its members sees it. Its public methods are collectives: all ranks call them, in the same order."""
 
     def __init__(self, group: Any) -> None:
         if not dist.is_available() or not dist.is_initialized():
@@ -50,13 +50,12 @@ class Ranks:
             result, facts = prepare()
         except Exception as caught:
             error = caught
-        names, values = list(facts), list(facts.values())
-        mine = torch.zeros(MAX_FACTS + 1, dtype=torch.int64)
-        mine[: len(values) + 1] = torch.tensor([error is not None, *values], dtype=torch.int64)
-        table = torch.stack(self._all_gather(mine.to(self.device))).tolist()
-        if any(row[0] for row in table):
+        # As many integers from every rank, whatever it has to tell.
+        mine = [int(error is not None), *facts.values(), *[0] * (MAX_FACTS - len(facts))]
+        table = self._all_gather(torch.tensor(mine, dtype=torch.int64, device=self.device))
+        if any(int(row[0]) for row in table):
             self._raise(error)
-        return result, [dict(zip(names, row[1:], strict=False)) for row in table]
+        return result, [dict(zip(facts, row[1:].tolist(), strict=False)) for row in table]
 
     def sum(self, values: Any) -> Any:
         """The sum over the ranks, on each, in place of `values`."""
@@ -88,9 +87,8 @@ class Ranks:
     def _raise(self, error: Exception | None) -> None:
         """This rank's error, or that of the first rank that has one."""
         text = b"" if error is None else f"{type(error).__name__}: {error}".encode()[:TEXT_BYTES]
-        mine = torch.zeros(TEXT_BYTES, dtype=torch.uint8)
-        mine[: len(text)] = torch.tensor(list(text), dtype=torch.uint8)
-        texts = self._all_gather(mine.to(self.device))
+        mine = torch.tensor(list(text.ljust(TEXT_BYTES, b"\0")), dtype=torch.uint8, device=self.device)
+        texts = self._all_gather(mine)
         if error is not None:
             raise error
         for rank, given in enumerate(texts):
