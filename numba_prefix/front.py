@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 from numba_prefix import buffers
 from numba_prefix import reference as oracle
 from numba_prefix.arrays import Tensor, as_numpy, bits, contiguous_strides, describe, empty_like
+from numba_prefix.held import part_shift
 from numba_prefix.problem import (
     Operands,
     Problem,
@@ -114,11 +115,11 @@ def plan_partial(
     **options: Any,
 ) -> Op:
     """An operation over a part of the keys, to be merged with others over the rest: its out is float32 whatever the inputs
-    are, and it has an lse. options: mask_type, mask, slopes, head_num, kv_head_num, qk_scale. Arguments, kinds of arrays
-    and errors are those of prefix_encoder."""
+    are, its lse leaves out the part_shift that all parts share. options: mask_type, mask, slopes, head_num, kv_head_num,
+    qk_scale. Arguments, kinds of arrays and errors are those of prefix_encoder."""
     problem, operands = static_problem(query, key, value, block_tables, **options)
     lengths, held = check_lengths(problem, seq_len, kv_seq_len), check_held_blocks(problem, held_blocks)
-    operation = Op(problem, operands, lengths, context, return_lse=True, held_blocks=held)
+    operation = Op(problem, operands, lengths, context, return_lse=True, held_blocks=held, is_part=True)
     operation._allocate_out(query, "float32")
     return operation
 
@@ -195,6 +196,7 @@ class Op:
         return_lse: bool = False,
         validate: str = "full",
         held_blocks: NDArray[np.bool_] | None = None,
+        is_part: bool = False,
     ) -> None:
         self.problem = problem
         self.lse: Any = None
@@ -202,11 +204,11 @@ class Op:
         self._operands = operands
         self._lengths = lengths
         self._validate = validate
-        self._held_blocks = held_blocks
+        self._held_blocks, self._is_part = held_blocks, is_part
         self._check_tables(problem, operands)
         self._plan: Any = None
         if self.target == "cpu":
-            self._plan = _cpu().plan(problem, *lengths, _num_threads(context.num_threads), held_blocks)
+            self._plan = _cpu().plan(problem, *lengths, _num_threads(context.num_threads), held_blocks, is_part)
         else:
             _num_threads(context.num_threads)
         self.out: Any = None
@@ -214,6 +216,11 @@ class Op:
         if return_lse:
             self.lse = empty_like(operands.q, (problem.num_tokens, problem.head_num), "float32")
         self._bind()
+
+    @property
+    def part_shift(self) -> NDArray[np.float32] | None:
+        """What lse leaves out: None, or for a part of the keys float32 [num_tokens, head_num]."""
+        return part_shift(self.problem, self._operands.slopes, *self._lengths) if self._is_part else None
 
     @property
     def workspace_size(self) -> int:
@@ -250,7 +257,7 @@ class Op:
             call = cpu.bind(self._plan, dense, target, lse.address if lse else 0)
             cpu.run(self._plan, call, workspace_address, (workspace, dense, target, self.lse), num_threads)
         else:
-            _run_reference(self.problem, dense, self._lengths, self._held_blocks, target, lse)
+            _run_reference(self.problem, dense, self._lengths, self._held_blocks, target, lse, self.part_shift)
         if target is not out:
             bits(out)[...] = bits(target)
 
@@ -387,6 +394,7 @@ def _run_reference(
     held_blocks: NDArray[np.bool_] | None,
     out: Tensor,
     lse: Tensor | None,
+    part_shift: NDArray[np.float32] | None,
 ) -> None:
     """The oracle's float64 result, rounded to out's dtype."""
     o = operands
@@ -402,4 +410,4 @@ def _run_reference(
     )
     bits(replace(out, is_writable=True))[...] = oracle.stored(result, out.dtype)
     if lse is not None:
-        as_numpy(lse)[...] = log_sums
+        as_numpy(lse)[...] = log_sums if part_shift is None else log_sums - part_shift

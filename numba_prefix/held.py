@@ -1,10 +1,14 @@
-"""Which keys of each sequence a call attends to, as the runs of positions that plans are made of (see tiling.py)."""
+"""Which keys of each sequence a call attends to, as the runs of positions that plans are made of (see tiling.py), and what
+the log-sum-exp of a part of the keys leaves out."""
 
 from __future__ import annotations
 
 import numpy as np
 from numpy.typing import NDArray
 
+from numba_prefix.arrays import Tensor, as_numpy
+from numba_prefix.masks import MaskType, left_align_shift
+from numba_prefix.problem import Problem
 from numba_prefix.tiling import END_RUN, FIRST_RUN, HELD_BEFORE, RUN_BEGIN, RUN_COLUMNS, RUN_END
 
 
@@ -31,6 +35,23 @@ def add_runs(
     runs[:, HELD_BEFORE] = before - before[sequences[owner, FIRST_RUN]]
     last = runs[sequences[:, END_RUN] - 1]
     return runs, last[:, HELD_BEFORE] + last[:, RUN_END] - last[:, RUN_BEGIN]
+
+
+def part_shift(
+    problem: Problem, slopes: Tensor | None, q_len: NDArray[np.int64], kv_len: NDArray[np.int64]
+) -> NDArray[np.float32] | None:
+    """float32 [num_tokens, head_num] that the lse of a part of the keys lacks; None for 0.
+
+    Left-aligned biases grow with the position: an lse that had them would have few bits left to weigh parts by, 1e-3 at
+    30,000 keys and a slope of 1/2. Slopes are on the CPU.
+    """
+    if problem.mask_type is not MaskType.ALIBI_COMPRESS_LEFT_ALIGN or problem.mask_form == "heads":
+        return None
+    starts = np.cumsum(q_len) - q_len
+    q_pos = np.arange(problem.num_tokens) + np.repeat(kv_len - q_len - starts, q_len)
+    slope = np.ones(problem.head_num, np.float32) if slopes is None else as_numpy(slopes)
+    shift: NDArray[np.float32] = left_align_shift(slope, q_pos.astype(np.int32)[:, None])
+    return shift
 
 
 def _held_ranges(

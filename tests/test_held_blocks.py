@@ -179,10 +179,11 @@ def test_cache_without_blocks(target: str) -> None:
     assert np.isneginf(lse).all()
 
 
+@pytest.mark.parametrize("form", ["alibi-generator", "alibi_left_align-generator", "alibi_left_align-template"])
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_parts_merge_to_the_whole(target: str, dtype: str) -> None:
+def test_parts_merge_to_the_whole(target: str, dtype: str, form: str) -> None:
     """float32 parts over a partition of the blocks are, merged, within the tolerance of the whole."""
-    case = with_mask(make_case(Q_LEN, KV_LEN, head_num=2, block_size=16, dtype=dtype), "alibi-generator")
+    case = with_mask(make_case(Q_LEN, KV_LEN, head_num=2, block_size=16, dtype=dtype), form)
     owner = np.random.default_rng(1).integers(0, 2, case.block_tables.shape)
     options = {name: getattr(case, name) for name in ("mask_type", "mask", "slopes", "qk_scale")}
     inputs = (case.query, case.key, case.value, case.block_tables, case.seq_len, case.kv_seq_len)
@@ -193,10 +194,29 @@ def test_parts_merge_to_the_whole(target: str, dtype: str) -> None:
         assert op.out.dtype == np.float32
         parts += [op.out, op.lse]
     out, lse = nbp.merge_states(*parts)
+    if op.part_shift is not None:
+        lse += op.part_shift
     arguments = case.arguments() | {"return_lse": True}
     (ref, ref_lse), (plain, plain_lse) = reference(**arguments), naive(**arguments)
     judge(out.astype(DTYPES[dtype]), ref, plain, "out")
     judge(lse, ref_lse, plain_lse, "lse")
+
+
+@pytest.mark.parametrize("form", ["alibi_left_align", "alibi"])
+def test_parts_of_a_long_context(target: str, form: str) -> None:
+    """Far along, a left-aligned bias is large, but not what parts are weighed by: merged, they are as near the oracle as
+    after linear biases, which are small at the keys that count. Every second key is another part's."""
+    case = make_case([3], [20_000], head_num=2, block_size=1, mask_type=form)
+    case = replace(case, slopes=np.float32([0.5, 0.1]))
+    inputs = (case.query, case.key, case.value, case.block_tables, case.seq_len, case.kv_seq_len)
+    is_even = np.arange(case.block_tables.shape[1])[None] % 2 == 0
+    parts: list[Any] = []
+    for held in (is_even, ~is_even):
+        op = plan_partial(*inputs, held, Context(target), mask_type=form, slopes=case.slopes, qk_scale=case.qk_scale)
+        op.run()
+        parts += [op.out, op.lse]
+    ref = reference(**case.arguments())
+    assert np.abs(nbp.merge_states(*parts)[0] - ref).max() < 2e-6
 
 
 def test_parts_that_cancel() -> None:

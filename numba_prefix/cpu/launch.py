@@ -75,8 +75,10 @@ def plan(
     kv_len: NDArray[np.int64],
     num_threads: int,
     held_blocks: NDArray[np.bool_] | None = None,
+    is_part: bool = False,
 ) -> CpuPlan:
-    """Lengths are int64 [batch], held_blocks bool [batch, max_block_num] (None: all), checked."""
+    """Lengths are int64 [batch], held_blocks bool [batch, max_block_num] (None: all), checked. is_part: lse leaves out what
+    held.part_shift says."""
     sequences = np.empty((problem.batch, tiling.SEQUENCE_COLUMNS), np.int64)
     np.cumsum(q_len, out=sequences[:, tiling.Q_BEGIN])
     sequences[:, tiling.Q_BEGIN] -= q_len
@@ -106,6 +108,7 @@ def plan(
     template[c.IS_CAUSAL] = is_causal
     heads_bias = c.HEADS_MASK if problem.mask_form == "heads" else c.NO_BIAS
     template[c.BIAS] = _BIAS.get((problem.mask_form, problem.mask_type), heads_bias)
+    template[c.HAS_SHIFT] = not is_part and template[c.BIAS] in (c.LEFT_ALIGN, c.TEMPLATE_LEFT_ALIGN)
     factors = _factors(problem.qk_scale, int(template[c.BIAS]))
     return CpuPlan(layout, sequences, runs, work, template, factors, items_per_visit)
 

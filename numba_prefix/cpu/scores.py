@@ -132,8 +132,8 @@ def score_column(
 ) -> Any:
     """Turns products into scores in place and returns the new running max. A loop of its own for each kind of bias.
 
-    origin: int32 lanes, the position that biases are relative to: the query's, or the row's last held key where they are
-    left-aligned.
+    origin: int32 lanes, the position that biases are relative to: the query's, or the row's last held key for left-aligned
+    ones whose lse has their shift.
     """
     a = (column, entries, num_vectors, kv_pos, step, kv_lane, qk_scale, slope, origin, last, m_i)
     bias = call[c.BIAS]

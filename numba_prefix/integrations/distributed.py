@@ -177,6 +177,8 @@ def context_parallel_prefix_encoder(
     _check_holders(ranks, check_held_blocks(op.problem, held_blocks), lengths, op.problem.block_size)
     heads = (op.problem.num_tokens, op.problem.head_num, op.problem.head_size)
     out, lse = merge_parts(ranks, op.out.reshape(heads), op.lse)
+    if return_lse and (shift := op.part_shift) is not None:
+        lse = lse + torch.from_numpy(shift).to(lse.device)
     out = out.to(query.dtype).reshape(query.shape)
     return (out, lse) if return_lse else out
 
