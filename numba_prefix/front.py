@@ -2,16 +2,25 @@
 
 from __future__ import annotations
 
-import threading
 from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
+from numba_prefix import buffers
 from numba_prefix import reference as oracle
 from numba_prefix.arrays import Tensor, as_numpy, bits, contiguous_strides, describe, empty_like
-from numba_prefix.problem import Operands, Problem, check_block_ids, check_lengths, static_problem, unit_stride
+from numba_prefix.held import part_shift
+from numba_prefix.problem import (
+    Operands,
+    Problem,
+    check_block_ids,
+    check_held_blocks,
+    check_lengths,
+    static_problem,
+    unit_stride,
+)
 
 TARGETS = ("auto", "cpu", "cuda", "reference")
 VALIDATE = ("full", "shape")
@@ -52,6 +61,7 @@ def prefix_encoder(
     workspace: Any = None,
     stream: Any = None,
     validate: str = "full",
+    held_blocks: Any = None,
 ) -> Any:
     """Attention of packed variable-length queries over a paged KV cache; ATB's SelfAttention PrefixEncoder.
 
@@ -72,23 +82,46 @@ def prefix_encoder(
     num_threads   most threads to use on the CPU; None: all that the process may use
     workspace     a writable byte buffer of at least the size the two-phase form reports; None: one is kept per thread
     validate      "full", or "shape" to skip the check of the block ids' values
+    held_blocks   None, or bool [batch, max_block_num] on the host: attend to the keys of these blocks of each sequence
+                  only, each at its own position; entries of block_tables for other blocks may hold anything
 
     Returns out, or (out, lse), of the caller's kind (NumPy, torch, …). Raises TypeError and ValueError naming the
     argument, before anything is computed, and TargetUnavailableError for a target that cannot run.
     """
     _check_choice("validate", validate, VALIDATE)
-    if not isinstance(return_lse, (bool, np.bool_)):
-        raise TypeError(f"return_lse: got {type(return_lse).__name__}, expected a bool")
+    check_flag("return_lse", return_lse)
     problem, operands = static_problem(
         query, key, value, block_tables, mask=mask, slopes=slopes, out=out, mask_type=mask_type,
         head_num=head_num, kv_head_num=kv_head_num, qk_scale=qk_scale,
     )  # fmt: skip
     lengths = check_lengths(problem, seq_len, kv_seq_len)
-    operation = Op(problem, operands, lengths, Context(target, num_threads, stream), return_lse, validate)
+    held = check_held_blocks(problem, held_blocks)
+    operation = Op(problem, operands, lengths, Context(target, num_threads, stream), return_lse, validate, held)
     if out is None:
-        operation._allocate_out(query)
+        operation._allocate_out(query, problem.dtype)
     operation._run(workspace)
     return (operation.out, operation.lse) if return_lse else operation.out
+
+
+def plan_partial(
+    query: Any,
+    key: Any,
+    value: Any,
+    block_tables: Any,
+    seq_len: Any,
+    kv_seq_len: Any,
+    held_blocks: Any,
+    context: Context,
+    **options: Any,
+) -> Op:
+    """An operation over a part of the keys, to be merged with others over the rest: its out is float32 whatever the inputs
+    are, its lse leaves out the part_shift that all parts share. options: mask_type, mask, slopes, head_num, kv_head_num,
+    qk_scale. Arguments, kinds of arrays and errors are those of prefix_encoder."""
+    problem, operands = static_problem(query, key, value, block_tables, **options)
+    lengths, held = check_lengths(problem, seq_len, kv_seq_len), check_held_blocks(problem, held_blocks)
+    operation = Op(problem, operands, lengths, context, return_lse=True, held_blocks=held, is_part=True)
+    operation._allocate_out(query, "float32")
+    return operation
 
 
 def self_attention_prefix_encoder_get_workspace_size(
@@ -162,6 +195,8 @@ class Op:
         context: Context,
         return_lse: bool = False,
         validate: str = "full",
+        held_blocks: NDArray[np.bool_] | None = None,
+        is_part: bool = False,
     ) -> None:
         self.problem = problem
         self.lse: Any = None
@@ -169,10 +204,11 @@ class Op:
         self._operands = operands
         self._lengths = lengths
         self._validate = validate
+        self._held_blocks, self._is_part = held_blocks, is_part
         self._check_tables(problem, operands)
         self._plan: Any = None
         if self.target == "cpu":
-            self._plan = _cpu().plan(problem, *lengths, _num_threads(context.num_threads))
+            self._plan = _cpu().plan(problem, *lengths, _num_threads(context.num_threads), held_blocks, is_part)
         else:
             _num_threads(context.num_threads)
         self.out: Any = None
@@ -180,6 +216,11 @@ class Op:
         if return_lse:
             self.lse = empty_like(operands.q, (problem.num_tokens, problem.head_num), "float32")
         self._bind()
+
+    @property
+    def part_shift(self) -> NDArray[np.float32] | None:
+        """What lse leaves out: None, or for a part of the keys float32 [num_tokens, head_num]."""
+        return part_shift(self.problem, self._operands.slopes, *self._lengths) if self._is_part else None
 
     @property
     def workspace_size(self) -> int:
@@ -195,15 +236,15 @@ class Op:
         self._run(workspace)
 
     def _run(self, workspace: Any, num_threads: int | None = None) -> None:
-        address, buffer = _workspace(workspace, self.workspace_size)
+        address, buffer = buffers.take(workspace, self.workspace_size)
         bound = self._bound  # read once: another thread may rebind
         if bound is not None:
             call, memory = bound
             _cpu().run(self._plan, call, address, (buffer, memory), num_threads)
         else:
             self._run_unbound(address, buffer, num_threads)
-        if workspace is None and buffer.nbytes <= KEPT_WORKSPACE_BYTES:
-            _kept.buffer = buffer
+        if workspace is None:
+            buffers.give_back(buffer)
 
     def _run_unbound(self, workspace_address: int, workspace: Any, num_threads: int | None) -> None:
         """A target without a bound call, or arrays of which dense copies have to be made at every run."""
@@ -216,7 +257,7 @@ class Op:
             call = cpu.bind(self._plan, dense, target, lse.address if lse else 0)
             cpu.run(self._plan, call, workspace_address, (workspace, dense, target, self.lse), num_threads)
         else:
-            _run_reference(self.problem, dense, self._lengths, target, lse)
+            _run_reference(self.problem, dense, self._lengths, self._held_blocks, target, lse, self.part_shift)
         if target is not out:
             bits(out)[...] = bits(target)
 
@@ -255,6 +296,7 @@ class Op:
             given["q"], given["k_cache"], given["v_cache"], given["block_tables"], mask=given["mask"],
             slopes=given["slopes"], out=given["out"], mask_type=self.problem.mask_type, head_num=self.problem.head_num,
             kv_head_num=self.problem.kv_head_num, qk_scale=self.problem.qk_scale,
+            out_dtype=old.out.dtype if old.out is not None else None,
         )  # fmt: skip
         if replace(problem, num_blocks=0) != replace(self.problem, num_blocks=0) or operands.q.device != old.q.device:
             raise ValueError(f"rebind: got {problem}, expected what was planned: {self.problem}")
@@ -264,17 +306,17 @@ class Op:
         self._bind()
         return self
 
-    def _allocate_out(self, query: Any) -> None:
+    def _allocate_out(self, query: Any, dtype: str) -> None:
         q = self._operands.q
         shape = tuple(query.shape) if q.kind != "dlpack" else describe(query, "query").shape
-        made = describe(empty_like(q, shape, q.dtype), "out")
+        made = describe(empty_like(q, shape, dtype), "out")
         made.shape, made.strides = q.shape, contiguous_strides(q.shape)
         self._operands = replace(self._operands, out=made)
         self._bind()
 
     def _check_tables(self, problem: Problem, operands: Operands) -> None:
         if self._validate == "full":
-            check_block_ids(problem, operands.block_tables, *self._lengths)
+            check_block_ids(problem, operands.block_tables, *self._lengths, self._held_blocks)
 
     def _dense_operands(self) -> Operands:
         o = self._operands
@@ -299,6 +341,11 @@ def _check_choice(name: str, given: Any, accepted: tuple[str, ...]) -> None:
         raise TypeError(f"{name}: got {type(given).__name__}, expected one of {', '.join(map(repr, accepted))}")
     if given not in accepted:
         raise ValueError(f"{name}: got {given!r}, expected one of {', '.join(map(repr, accepted))}")
+
+
+def check_flag(name: str, given: Any) -> None:
+    if not isinstance(given, (bool, np.bool_)):
+        raise TypeError(f"{name}: got {type(given).__name__}, expected a bool")
 
 
 def _choose_target(q: Tensor, context: Context) -> tuple[str, str]:
@@ -340,53 +387,14 @@ def _num_threads(given: Any) -> int:
     return int(given)
 
 
-class _Kept(threading.local):
-    """A thread's buffer between calls. A call takes it and gives it back at its end: one that a signal handler makes
-    meanwhile gets another, and so does the call after one that was interrupted."""
-
-    buffer: NDArray[np.uint8] | None = None
-
-
-_kept = _Kept()
-KEPT_WORKSPACE_BYTES = 64 << 20  # larger ones are not kept after the call
-
-
-def _workspace(given: Any, size: int) -> tuple[int, Any]:
-    """Address of at least `size` writable bytes, and what keeps them alive."""
-    if given is None:
-        buffer, _kept.buffer = _kept.buffer, None
-        if buffer is None or buffer.nbytes < size:
-            buffer = np.empty(size, np.uint8)
-        return buffer.__array_interface__["data"][0], buffer
-    view = _bytes_of(given)
-    if view.nbytes < size:
-        raise ValueError(f"workspace: got {view.nbytes} bytes, expected at least {size}")
-    return view.__array_interface__["data"][0], view
-
-
-def _bytes_of(given: Any) -> NDArray[np.uint8]:
-    expected = "a writable contiguous buffer in CPU memory"
-    if isinstance(given, (bytearray, memoryview)):
-        if memoryview(given).readonly or not memoryview(given).c_contiguous:
-            raise ValueError(f"workspace: got a read-only or strided {type(given).__name__}, expected {expected}")
-        return np.frombuffer(given, np.uint8)
-    if isinstance(given, bytes):
-        raise ValueError(f"workspace: got bytes, which are read-only, expected {expected}")
-    t = describe(given, "workspace")
-    if t.device != "cpu" or not t.is_writable:
-        raise ValueError(f"workspace: got {'read-only memory' if t.device == 'cpu' else t.device}, expected {expected}")
-    view = as_numpy(t)
-    if not view.flags.c_contiguous:
-        raise ValueError(f"workspace: got an array with strides {t.strides}, expected {expected}")
-    return view.reshape(-1).view(np.uint8)
-
-
 def _run_reference(
     problem: Problem,
     operands: Operands,
     lengths: tuple[NDArray[np.int64], NDArray[np.int64]],
+    held_blocks: NDArray[np.bool_] | None,
     out: Tensor,
     lse: Tensor | None,
+    part_shift: NDArray[np.float32] | None,
 ) -> None:
     """The oracle's float64 result, rounded to out's dtype."""
     o = operands
@@ -398,7 +406,8 @@ def _run_reference(
         slopes=o.slopes,
         qk_scale=problem.qk_scale,
         return_lse=True,
+        held_blocks=held_blocks,
     )
-    bits(replace(out, is_writable=True))[...] = oracle.stored(result, problem.dtype)
+    bits(replace(out, is_writable=True))[...] = oracle.stored(result, out.dtype)
     if lse is not None:
-        as_numpy(lse)[...] = log_sums
+        as_numpy(lse)[...] = log_sums if part_shift is None else log_sums - part_shift

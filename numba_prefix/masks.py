@@ -152,19 +152,20 @@ def sqrt_bias(slope: Any, q_pos: Any, kv_pos: Any) -> Any:
     return -(slope * sqrt(to_f32(q_pos - kv_pos)))
 
 
-def left_align_anchor(slope: Any, q_pos: Any) -> Any:
-    """Where a left-aligned bias is largest: the row's last key, or the first for a negative slope. Biases are taken
-    relative to it: a softmax does not see what all scores of a row share, and float32 keeps the bits that count."""
-    return where(slope > F32_ZERO, q_pos, q_pos - q_pos)
+def left_align_anchor(slope: Any, last_pos: Any) -> Any:
+    """Where a left-aligned bias is largest: the last key that the row attends to, or the first of its sequence for a
+    negative slope. Biases are taken relative to it: a softmax does not see what all scores of a row share, and float32
+    keeps the bits that count."""
+    return where(slope > F32_ZERO, last_pos, last_pos - last_pos)
 
 
-def left_align_bias(slope: Any, q_pos: Any, kv_pos: Any) -> Any:
-    return slope * to_f32(kv_pos - left_align_anchor(slope, q_pos))
+def left_align_bias(slope: Any, last_pos: Any, kv_pos: Any) -> Any:
+    return slope * to_f32(kv_pos - left_align_anchor(slope, last_pos))
 
 
-def left_align_shift(slope: Any, q_pos: Any) -> Any:
+def left_align_shift(slope: Any, last_pos: Any) -> Any:
     """What left-aligned biases leave out; it belongs to the row's log-sum-exp."""
-    return slope * to_f32(left_align_anchor(slope, q_pos))
+    return slope * to_f32(left_align_anchor(slope, last_pos))
 
 
 def template_row(q_pos: Any, kv_pos: Any) -> Any:
@@ -188,8 +189,8 @@ def template_sqrt_bias(slope: Any, entry: Any, q_pos: Any, kv_pos: Any) -> Any:
     return slope * where(on_diagonal, entry, moved)
 
 
-def template_left_align_bias(slope: Any, entry: Any, q_pos: Any, kv_pos: Any) -> Any:
-    return slope * (entry + to_f32(((kv_pos >> 7) << 7) - left_align_anchor(slope, q_pos)))
+def template_left_align_bias(slope: Any, entry: Any, last_pos: Any, kv_pos: Any) -> Any:
+    return slope * (entry + to_f32(((kv_pos >> 7) << 7) - left_align_anchor(slope, last_pos)))
 
 
 def heads_mask_row(q_pos: Any, kv_pos: Any) -> Any:

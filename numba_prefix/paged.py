@@ -9,7 +9,7 @@ import numpy as np
 from numba_prefix.arrays import Tensor, as_numpy, bits, describe, empty_like, overlaps
 from numba_prefix.problem import FLOAT_DTYPES
 from numba_prefix.reference import stored
-from numba_prefix.softmax import LOG2_E, log_sum_exp, normalize, running_max, shift_of, weight
+from numba_prefix.softmax import LOG2_E, log_sum_exp, normalize, running_max, shift_of, weight, weighted
 from numba_prefix.vocabulary import F32_ONE
 
 
@@ -96,10 +96,7 @@ def merge_states(out_a: Any, lse_a: Any, out_b: Any, lse_b: Any) -> tuple[Any, A
     l_i = (alpha_a + alpha_b).astype(np.float32)
     heads = (*la.shape, a.shape[-1] if a.ndim == 3 else a.shape[1] // la.shape[1])
     with np.errstate(invalid="ignore", divide="ignore", over="ignore"):
-        total = sum(
-            np.where(alpha[..., None] == 0, np.float32(0), _widened(t).reshape(heads) * alpha[..., None])
-            for t, alpha in ((a, alpha_a), (b, alpha_b))
-        )
+        total = sum(weighted(_widened(t).reshape(heads), alpha[..., None]) for t, alpha in ((a, alpha_a), (b, alpha_b)))
         merged = normalize(total, l_i[..., None])
         lse = log_sum_exp(shift, l_i, F32_ONE)
     out = empty_like(a, a.shape, a.dtype)

@@ -1,8 +1,7 @@
 """What is to be computed: frozen shapes, dtypes, scale and mask kind, and the validators of every argument.
 
 Every message reads "<argument>: got <what>, expected <what>": TypeError for a wrong type or dtype, ValueError for a
-wrong value or shape. static_problem looks at arrays, check_lengths at the host-side lengths, check_block_ids at the
-entries of block tables.
+wrong value or shape. static_problem looks at arrays; lengths.py, whose checks are offered here too, at lengths and tables.
 """
 
 from __future__ import annotations
@@ -24,26 +23,44 @@ from numba_prefix.arrays import (
     describe,
     overlaps,
 )
+from numba_prefix.lengths import (
+    INT32_MAX,
+    INTEGER_DTYPES,
+    bad_block_error,
+    check_block_ids,
+    check_held_blocks,
+    check_lengths,
+)
 from numba_prefix.masks import MaskType
+
+__all__ = [
+    "FLOAT_DTYPES",
+    "MAX_HEAD_SIZE",
+    "Operands",
+    "Problem",
+    "as_int",
+    "bad_block_error",
+    "check_block_ids",
+    "check_held_blocks",
+    "check_lengths",
+    "static_problem",
+    "unit_stride",
+]
 
 FLOAT_DTYPES = ("float16", "bfloat16", "float32")
 MAX_HEAD_SIZE = 256
 MAX_QK_SCALE = 2.3e38  # qk_scale * log2(e) has to stay finite in float32
-INT32_MIN, INT32_MAX = -(2**31), 2**31 - 1
+INT32_MIN = -(2**31)
 TEMPLATE_SHAPE = (256, 256)
 NORM_TEMPLATE_SHAPE = (128, 128)
 HEADS_MASK_COLUMNS = 128
-
-SMALL_TABLE = 1 << 14  # entries; a larger table may be mostly unread
-
-_INTEGER_DTYPES = ("int8", "uint8", "int16", "uint16", "int32", "uint32", "int64", "uint64")
 
 
 @dataclass(frozen=True, slots=True)
 class Problem:
     """Everything a plan depends on apart from the lengths and the arrays' places in memory."""
 
-    dtype: str  # of query, key, value and the output
+    dtype: str  # of query, key and value
     num_tokens: int
     batch: int
     head_num: int
@@ -94,6 +111,7 @@ def static_problem(
     head_num: Any = None,
     kv_head_num: Any = None,
     qk_scale: Any = 1.0,
+    out_dtype: str | None = None,
 ) -> tuple[Problem, Operands]:
     """Check everything that needs no array's values (but the slopes'), and describe it.
 
@@ -102,7 +120,7 @@ def static_problem(
     block_tables: integers [batch, max_block_num]; other types than int32 are copied to int32, clipping misfits.
     mask: query's dtype or float32, [256, 256] or [head_num, mask_len, 128] for an ALiBi kind; [128, 128] (never read)
     for CAUSAL_MASK. slopes: float32 [head_num] array, or a list or tuple of numbers; on query's device or on the host.
-    out: writable, as query, sharing no memory with an input. Raises TypeError and ValueError.
+    out: writable, as query, sharing no memory with an input. out_dtype: None for query's. Raises TypeError and ValueError.
     """
     kind = mask_type if type(mask_type) is MaskType else MaskType.parse(mask_type)
     scale = _qk_scale(qk_scale)
@@ -116,8 +134,8 @@ def static_problem(
         q.shape,
         k_cache.shape,
         v_cache.shape,
-        None if head_num is None else _count(head_num, "head_num"),
-        None if kv_head_num is None else _count(kv_head_num, "kv_head_num"),
+        None if head_num is None else as_int(head_num, "head_num"),
+        None if kv_head_num is None else as_int(kv_head_num, "kv_head_num"),
     )
     table = _block_tables(describe(block_tables, "block_tables"), q.device)
     form, mask_t = ("none", None) if mask is None else _mask(describe(mask, "mask"), q, heads, kind)
@@ -126,7 +144,11 @@ def static_problem(
         slopes_t = _slopes(slopes, q.device, heads, kind, is_positive=mask is None)
     if form == "heads":
         slopes_t = None
-    out_t = None if out is None else _out(describe(out, "out"), q, (q, k_cache, v_cache, table, mask_t, slopes_t))
+    out_t = (
+        None
+        if out is None
+        else _out(describe(out, "out"), q, out_dtype or q.dtype, (q, k_cache, v_cache, table, mask_t, slopes_t))
+    )
     problem = _problem(
         q.dtype, q.shape[0], table.shape[0], heads, kv_heads, head_size, num_blocks, block_size, table.shape[1],
         kind, form, None if mask_t is None else mask_t.dtype, mask_t.shape[1] if mask_t and form == "heads" else 0,
@@ -142,57 +164,6 @@ def static_problem(
         _split_last_axis(out_t, heads, head_size) if out_t is not None and len(out_t.shape) == 2 else out_t,
     )
     return problem, operands
-
-
-def check_lengths(problem: Problem, seq_len: Any, kv_seq_len: Any) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """int64 [batch] each: query tokens and total key tokens of every sequence, checked against the problem.
-
-    Takes lists, tuples, NumPy arrays and CPU tensors of any integer type, [batch]. A sequence without query tokens may
-    have any kv_seq_len >= 0. Raises TypeError (bool, float, GPU memory) and ValueError, naming the sequence.
-    """
-    q_len = _host_lengths(seq_len, "seq_len", problem.batch)
-    kv_len = _host_lengths(kv_seq_len, "kv_seq_len", problem.batch)
-    limit = min(_capacity(problem), INT32_MAX)
-    if problem.mask_form == "heads":
-        limit = min(limit, problem.mask_len)
-    # One sign bit for every bound: 0 <= q_len <= kv_len <= limit.
-    if np.count_nonzero((q_len | kv_len | (kv_len - q_len) | (limit - kv_len)) < 0):
-        _check_each_length(problem, q_len, kv_len, limit)
-    total = int(np.add.reduce(q_len))
-    if total != problem.num_tokens:
-        raise ValueError(f"seq_len: got lengths that sum to {total}, expected {problem.num_tokens} (query's tokens)")
-    return q_len, kv_len
-
-
-def check_block_ids(
-    problem: Problem, block_tables: Tensor, q_len: NDArray[np.int64], kv_len: NDArray[np.int64]
-) -> None:
-    """Raise bad_block_error for the first block id that would be read and names no block. The table is on the CPU.
-
-    Lengths as check_lengths returns them. Entries past ceil(kv_len / block_size) are not looked at.
-    """
-    table = as_numpy(block_tables)
-    if 0 < table.size <= SMALL_TABLE and int(table.view(np.uint32).max()) < problem.num_blocks:
-        return  # ids below zero are large as unsigned ones
-    num_read = np.where(q_len > 0, -(-kv_len // problem.block_size), 0)
-    width = int(num_read.max(initial=0))
-    table = table[:, :width]
-    is_bad = (table < 0) | (table >= problem.num_blocks)
-    if not np.count_nonzero(is_bad):
-        return
-    is_bad &= np.arange(width) < num_read[:, None]
-    if np.count_nonzero(is_bad):
-        raise bad_block_error(problem, block_tables, *divmod(int(is_bad.argmax()), width))
-
-
-def bad_block_error(problem: Problem, block_tables: Tensor, sequence: int, column: int) -> ValueError:
-    """The error of a block id that names no block, with the value as the caller wrote it."""
-    try:
-        value = int(block_tables.owner[sequence, column])
-    except (TypeError, IndexError, NotImplementedError):  # a DLPack object that can't be indexed
-        value = int(as_numpy(block_tables)[sequence, column])
-    expected = f"0 to {problem.num_blocks - 1}" if problem.num_blocks else "none at all, the cache has no blocks"
-    return ValueError(f"block_tables: got block {value} for sequence {sequence}, column {column}, expected {expected}")
 
 
 def unit_stride(t: Tensor) -> Tensor:
@@ -231,7 +202,8 @@ def _qk_scale(value: Any) -> float:
     return float(value)
 
 
-def _count(value: Any, name: str) -> int:
+def as_int(value: Any, name: str) -> int:
+    """An int or NumPy integer as int; TypeError for anything else."""
     if type(value) is int:
         return value
     if isinstance(value, bool) or not isinstance(value, (int, np.integer)):
@@ -239,9 +211,10 @@ def _count(value: Any, name: str) -> int:
     return operator.index(value)
 
 
-def _like_query(t: Tensor, q: Tensor) -> None:
-    if t.dtype != q.dtype:
-        raise TypeError(f"{t.name}: got dtype {t.dtype}, expected {q.dtype} (query's)")
+def _like_query(t: Tensor, q: Tensor, dtype: str | None = None) -> None:
+    expected = f"{q.dtype} (query's)" if dtype in (None, q.dtype) else dtype
+    if t.dtype != (dtype or q.dtype):
+        raise TypeError(f"{t.name}: got dtype {t.dtype}, expected {expected}")
     if t.device != q.device:
         raise ValueError(f"{t.name}: got an array on {t.device}, expected one on {q.device} (query's device)")
 
@@ -310,7 +283,7 @@ def _split_last_axis(t: Tensor, heads: int, head_size: int) -> Tensor:
 
 
 def _block_tables(t: Tensor, device: str) -> Tensor:
-    if t.dtype not in _INTEGER_DTYPES:
+    if t.dtype not in INTEGER_DTYPES:
         raise TypeError(f"block_tables: got dtype {t.dtype}, expected int32 or another integer dtype")
     if t.ndim != 2:
         raise ValueError(f"block_tables: got shape {t.shape}, expected [batch, maxBlockNum]")
@@ -403,8 +376,8 @@ def _slope_values(t: Tensor) -> list[float]:
     return [float(v) for v in read()]
 
 
-def _out(t: Tensor, q: Tensor, inputs: tuple[Tensor | None, ...]) -> Tensor:
-    _like_query(t, q)
+def _out(t: Tensor, q: Tensor, dtype: str, inputs: tuple[Tensor | None, ...]) -> Tensor:
+    _like_query(t, q, dtype)
     if t.shape != q.shape:
         raise ValueError(f"out: got shape {t.shape}, expected {q.shape} (query's)")
     if t.is_copy:
@@ -417,75 +390,3 @@ def _out(t: Tensor, q: Tensor, inputs: tuple[Tensor | None, ...]) -> Tensor:
         if other is not None and overlaps(t, other):
             raise ValueError(f"out: got memory shared with {other.name}, expected memory of its own")
     return t
-
-
-def _capacity(problem: Problem) -> int:
-    """Key tokens that a row of block_tables can name."""
-    return problem.max_block_num * problem.block_size
-
-
-def _host_lengths(lengths: Any, name: str, batch: int) -> NDArray[np.int64]:
-    """int64 [batch], not yet checked apart from values that int64 can't hold."""
-    if isinstance(lengths, (list, tuple)):
-        source = _listed_lengths(lengths, name)
-    elif isinstance(lengths, (bool, int, float, np.generic)):
-        raise TypeError(f"{name}: got {type(lengths).__name__}, expected a list or array of {batch} integers")
-    elif type(lengths) is np.ndarray and lengths.dtype.kind in "iu":
-        source = lengths
-    else:
-        t = describe(lengths, name)
-        if t.device != "cpu":
-            raise TypeError(f"{name}: got one on {t.device}, expected host-side lengths (list, NumPy, CPU tensor)")
-        if t.dtype not in _INTEGER_DTYPES:
-            raise TypeError(f"{name}: got dtype {t.dtype}, expected an integer dtype")
-        source = t.owner.numpy() if t.kind == "torch" else as_numpy(t)
-    if source.shape != (batch,):
-        raise ValueError(f"{name}: got shape {source.shape}, expected ({batch},), one per row of block_tables")
-    if source.dtype == np.uint64 and np.any(source > INT32_MAX):
-        b = int((source > INT32_MAX).argmax())
-        raise _length_error(name, source[b], b)
-    return source.astype(np.int64)
-
-
-def _listed_lengths(lengths: list[Any] | tuple[Any, ...], name: str) -> NDArray[Any]:
-    if set(map(type, lengths)) - {int}:
-        lengths = [_length(value, name, b) for b, value in enumerate(lengths)]
-    try:
-        return np.array(lengths, np.int64)
-    except OverflowError:
-        b, value = next((b, v) for b, v in enumerate(lengths) if not 0 <= v <= INT32_MAX)
-        raise _length_error(name, value, b) from None
-
-
-def _length(value: Any, name: str, sequence: int) -> int:
-    dtype = str(getattr(value, "dtype", type(value).__name__))
-    if "bool" not in dtype:
-        try:
-            return operator.index(value)
-        except TypeError:
-            pass
-    raise TypeError(f"{name}: got {dtype} for sequence {sequence}, expected an integer")
-
-
-def _length_error(name: str, value: Any, sequence: int) -> ValueError:
-    return ValueError(f"{name}: got {value} for sequence {sequence}, expected 0 to {INT32_MAX}")
-
-
-def _check_each_length(problem: Problem, q_len: NDArray[np.int64], kv_len: NDArray[np.int64], limit: int) -> None:
-    """Raise for the first length that is out of bounds; sequences without query tokens have no upper bound."""
-    for name, lengths in (("seq_len", q_len), ("kv_seq_len", kv_len)):
-        is_bad = (lengths < 0) | (lengths > INT32_MAX)
-        if is_bad.any():
-            b = int(is_bad.argmax())
-            raise _length_error(name, lengths[b], b)
-    is_bad = (q_len > 0) & ((kv_len < q_len) | (kv_len > limit))
-    if not is_bad.any():
-        return
-    b = int(is_bad.argmax())
-    q, kv, capacity = int(q_len[b]), int(kv_len[b]), _capacity(problem)
-    if kv < q:
-        raise ValueError(f"kv_seq_len: got {kv} for sequence {b}, expected at least its seq_len {q}")
-    if kv > capacity:
-        blocks = f"{problem.max_block_num} blocks of {problem.block_size} in its row of block_tables"
-        raise ValueError(f"kv_seq_len: got {kv} for sequence {b}, expected at most {capacity} ({blocks})")
-    raise ValueError(f"mask: got maskLen {problem.mask_len}, expected at least {kv} (kv_seq_len of sequence {b})")

@@ -15,7 +15,14 @@ from numpy.typing import NDArray
 
 from numba_prefix.arrays import Tensor, bits, describe
 from numba_prefix.masks import MaskType
-from numba_prefix.problem import Operands, Problem, check_block_ids, check_lengths, static_problem
+from numba_prefix.problem import (
+    Operands,
+    Problem,
+    check_block_ids,
+    check_held_blocks,
+    check_lengths,
+    static_problem,
+)
 
 _SCORES_AT_ONCE = 1 << 20  # query rows are taken in blocks of about this many scores, which bounds memory
 _TEMPLATE_BLOCK = 128
@@ -50,6 +57,7 @@ def reference(
     kv_head_num: Any = None,
     qk_scale: Any = 1.0,
     return_lse: bool = False,
+    held_blocks: Any = None,
 ) -> Any:
     """The operator in float64; arguments and errors are those of prefix_encoder.
 
@@ -57,7 +65,7 @@ def reference(
     sum_j exp(score). A row without a visible score above -inf is 0, its lse -inf. A score of NaN or +inf makes its row
     (and lse) NaN. Tensors on a GPU are copied to the host.
     """
-    inputs = (query, key, value, block_tables, mask, slopes)
+    inputs = (query, key, value, block_tables, mask, slopes, held_blocks)
     out, lse = _attend(inputs, seq_len, kv_seq_len, (mask_type, head_num, kv_head_num, qk_scale), np.float64)
     out = out.reshape(describe(query, "query").shape)
     return (out, lse) if return_lse else out
@@ -78,12 +86,13 @@ def naive(
     kv_head_num: Any = None,
     qk_scale: Any = 1.0,
     return_lse: bool = False,
+    held_blocks: Any = None,
 ) -> Any:
     """As reference, but computed plainly in float32 and rounded (to nearest even) to query's dtype.
 
     The rounded values are returned as float32, which holds each of them exactly; lse is float32, not rounded further.
     """
-    inputs = (query, key, value, block_tables, mask, slopes)
+    inputs = (query, key, value, block_tables, mask, slopes, held_blocks)
     out, lse = _attend(inputs, seq_len, kv_seq_len, (mask_type, head_num, kv_head_num, qk_scale), np.float32)
     q = describe(query, "query")
     out = _rounded(out, q.dtype).reshape(q.shape)
@@ -121,7 +130,7 @@ def _attend(
     inputs: tuple[Any, ...], seq_len: Any, kv_seq_len: Any, scalars: tuple[Any, Any, Any, Any], precision: Any
 ) -> tuple[_Floats, _Floats]:
     """Output [num_tokens, head_num, head_size] and lse [num_tokens, head_num] in `precision`."""
-    query, key, value, block_tables, mask, slopes = map(_to_host, inputs)
+    query, key, value, block_tables, mask, slopes, held_blocks = map(_to_host, inputs)
     mask_type, head_num, kv_head_num, qk_scale = scalars
     problem, operands = static_problem(
         query,
@@ -136,17 +145,21 @@ def _attend(
         qk_scale=qk_scale,
     )
     q_lens, kv_lens = check_lengths(problem, seq_len, kv_seq_len)
-    check_block_ids(problem, operands.block_tables, q_lens, kv_lens)
+    held = check_held_blocks(problem, held_blocks)
+    check_block_ids(problem, operands.block_tables, q_lens, kv_lens, held)
+    if held is None:
+        held = np.ones((problem.batch, problem.max_block_num), np.bool_)
 
     out = np.zeros((problem.num_tokens, problem.head_num, problem.head_size), precision)
     lse = np.full((problem.num_tokens, problem.head_num), -np.inf, precision)
     biases = _Biases(problem, operands, precision)
-    first_row = 0
+    first_row, block_size = 0, problem.block_size
     with np.errstate(all="ignore"):
         for sequence, (q_len, kv_len) in enumerate(zip(q_lens.tolist(), kv_lens.tolist(), strict=True)):
             if q_len:
                 rows = slice(first_row, first_row + q_len)
-                _attend_sequence(problem, operands, biases, sequence, kv_len, out[rows], lse[rows], first_row)
+                kv_pos = np.flatnonzero(np.repeat(held[sequence, : -(-kv_len // block_size)], block_size)[:kv_len])
+                _attend_sequence(problem, operands, biases, sequence, kv_len, kv_pos, out[rows], lse[rows], first_row)
             first_row += q_len
     return out, lse
 
@@ -157,25 +170,29 @@ def _attend_sequence(
     biases: _Biases,
     sequence: int,
     kv_len: int,
+    held_pos: NDArray[np.int64],
     out: _Floats,
     lse: _Floats,
     first_row: int,
 ) -> None:
-    """Fill `out` [q_len, head_num, head_size] and `lse` [q_len, head_num] of one sequence."""
+    """Fill `out` [q_len, head_num, head_size] and `lse` [q_len, head_num] of one sequence, from its keys at held_pos."""
     precision = out.dtype
     q_len = len(out)
     is_causal = problem.mask_type != MaskType.NONE
     q = bits(operands.q)[first_row : first_row + q_len]
-    pages = bits(operands.block_tables)[sequence, : -(-kv_len // problem.block_size)]
+    column, slots = np.divmod(held_pos, problem.block_size)
+    pages = bits(operands.block_tables)[sequence, column]
     block = max(1, _SCORES_AT_ONCE // max(kv_len, 1))
     for kv_head in range(problem.kv_head_num):
-        keys = _gather(operands.k_cache, pages, kv_head, kv_len, precision)
-        values = _gather(operands.v_cache, pages, kv_head, kv_len, precision)
+        keys = _gather(operands.k_cache, pages, slots, kv_head, precision)
+        values = _gather(operands.v_cache, pages, slots, kv_head, precision)
         for start in range(0, q_len, block):
             rows = slice(start, min(start + block, q_len))
             q_pos = (kv_len - q_len + np.arange(rows.start, rows.stop))[:, None]
-            num_keys = int(q_pos[-1, 0]) + 1 if is_causal else kv_len  # of the keys that some row sees
-            kv_pos = np.arange(num_keys)[None, :]
+            num_keys = int(np.count_nonzero(held_pos <= q_pos[-1, 0])) if is_causal else len(held_pos)
+            if num_keys == 0:
+                continue
+            kv_pos = held_pos[None, :num_keys]  # of the keys that some row sees
             visible = (kv_pos <= q_pos) if is_causal else np.ones((len(q_pos), num_keys), bool)
             distances = biases.distances(q_pos, kv_pos)
             for head in range(kv_head * problem.group_size, (kv_head + 1) * problem.group_size):
@@ -262,10 +279,9 @@ def _product(a: _Floats, b: _Floats) -> _Floats:
     return total
 
 
-def _gather(cache: Tensor, pages: NDArray[np.int32], kv_head: int, kv_len: int, precision: Any) -> _Floats:
-    """The keys (or values) of one sequence and kv head, in order: [kv_len, head_size]."""
-    gathered = bits(cache)[pages, :, kv_head]
-    return _widen_bits(gathered.reshape(-1, cache.shape[3])[:kv_len], cache.dtype, precision)
+def _gather(cache: Tensor, pages: NDArray[np.int32], slots: NDArray[np.int64], kv_head: int, precision: Any) -> _Floats:
+    """Keys (or values) of one kv head, [len(slots), head_size]."""
+    return _widen_bits(bits(cache)[pages, slots, kv_head], cache.dtype, precision)
 
 
 def _to_host(obj: Any) -> Any:

@@ -39,6 +39,11 @@ def weight(score: Any, shift: Any, unit_log2: Any) -> Any:
     return exp2((score - shift) * unit_log2)
 
 
+def weighted(out: Any, alpha: Any) -> Any:
+    """What a part weighs in a merged output: nothing where its factor is 0, even if it holds an infinity."""
+    return where(alpha == F32_ZERO, F32_ZERO, out * alpha)
+
+
 def normalize(acc: Any, l_i: Any) -> Any:
     """The output; 0 for a row that saw nothing. A division, so that equal values average to themselves exactly."""
     return where(l_i == F32_ZERO, F32_ZERO, acc / l_i)

@@ -3,6 +3,10 @@
 A tile is up to BLOCK_M rows of one sequence and one kv head. Its rows are numbered through (query token, head of the group):
 row = q_idx * group_size + group_idx, so that all heads that read the same keys share them. A tile walks its keys BLOCK_N at
 a time. Everything here depends on one sequence alone, never on batch mates or threads, so that results do not either.
+
+A call may attend to a part of a sequence's keys, its held keys: runs of consecutive positions, in order, at least one run
+to a sequence (which may be empty). Held keys are counted by `kv_idx`, from 0 and without gaps; `kv_pos` is where one of
+them sits. Where all keys are held, both are the same.
 """
 
 from __future__ import annotations
@@ -19,13 +23,17 @@ BLOCK_N = 128
 MIN_HEAD_ITEMS = 16
 MIN_SPLIT_KEYS = 1024
 
-# Columns of the work list
+# Columns of the work list; N_BEGIN and N_END are a range of kv_idx
 SEQUENCE, M_BLOCK, SPLIT_IDX, NUM_SPLITS, N_BEGIN, N_END, SPLIT_TILE, PARTIAL_OFFSET = range(8)
 WORK_COLUMNS = 8
 
 # Columns of the sequence table
-Q_BEGIN, Q_LEN, KV_LEN = range(3)
-SEQUENCE_COLUMNS = 3
+Q_BEGIN, Q_LEN, KV_LEN, FIRST_RUN, END_RUN = range(5)
+SEQUENCE_COLUMNS = 5
+
+# Columns of the table of runs: positions from RUN_BEGIN up to RUN_END, and the held keys of the sequence before them
+RUN_BEGIN, RUN_END, HELD_BEFORE = range(3)
+RUN_COLUMNS = 3
 
 COST_BUCKETS = 256  # eight to a doubling of the cost
 
@@ -74,8 +82,46 @@ def n_end_of_rows(is_causal: Any, last_row: Any, group_size: Any, q_len: Any, kv
     return kv_len
 
 
+def last_run(runs: Any, sequence: Any, column: Any, limit: Any) -> Any:
+    """The last run of a sequence whose column is at most `limit`; the first if there is none."""
+    low, high = sequence[FIRST_RUN], sequence[END_RUN]
+    while high - low > 1:
+        middle = (low + high) // 2
+        if runs[middle, column] <= limit:
+            low = middle
+        else:
+            high = middle
+    return low
+
+
+def num_held_before(runs: Any, sequence: Any, kv_pos: Any) -> Any:
+    """Held keys at positions below kv_pos."""
+    run = last_run(runs, sequence, RUN_BEGIN, kv_pos)
+    begin, end = runs[run, RUN_BEGIN], runs[run, RUN_END]
+    return runs[run, HELD_BEFORE] + max(0, min(kv_pos, end) - begin)
+
+
+def last_held(runs: Any, sequence: Any, kv_pos: Any) -> Any:
+    """The position of the last held key up to kv_pos; any position up to it if there is none."""
+    return min(kv_pos, runs[last_run(runs, sequence, RUN_BEGIN, kv_pos), RUN_END] - 1)
+
+
+def run_of_key(runs: Any, sequence: Any, kv_idx: Any) -> Any:
+    return last_run(runs, sequence, HELD_BEFORE, kv_idx)
+
+
+def kv_pos_of_key(runs: Any, run: Any, kv_idx: Any) -> Any:
+    return runs[run, RUN_BEGIN] + kv_idx - runs[run, HELD_BEFORE]
+
+
+def keys_in_block(runs: Any, run: Any, kv_idx: Any, n_end: Any) -> Any:
+    """Keys from kv_idx on, one of `run`, that are walked at once: consecutive positions, none from n_end on."""
+    left_of_run = runs[run, RUN_END] - kv_pos_of_key(runs, run, kv_idx)
+    return max(0, min(BLOCK_N, left_of_run, n_end - kv_idx))
+
+
 def num_splits_of_tile(m_blocks: Any, n_end: Any) -> Any:
-    """How many work items share the keys of one of a sequence's m_blocks tiles."""
+    """How many work items share the n_end keys of one of a sequence's m_blocks tiles."""
     wanted = ceil_div(MIN_HEAD_ITEMS, m_blocks)
     return max(1, min(wanted, n_end // MIN_SPLIT_KEYS))
 
@@ -112,8 +158,9 @@ def cost_bucket(rows: Any, num_keys: Any) -> Any:
     return min(COST_BUCKETS - 1, doublings * 8 + eighth)
 
 
-def count_work(sequences: Any, group_size: Any, head_size: Any, is_causal: Any, totals: Any) -> None:
-    """Fills totals int64 [3 + COST_BUCKETS]: entries of the work list, split tiles, float32 of split state (the latter two
+def count_work(sequences: Any, runs: Any, group_size: Any, head_size: Any, is_causal: Any, totals: Any) -> None:
+    """From sequences int64 [batch, SEQUENCE_COLUMNS] and runs int64 [runs, RUN_COLUMNS], fills totals int64
+    [3 + COST_BUCKETS]: entries of the work list, split tiles, float32 of split state (the latter two
     for one kv head each), and the number of entries in each cost bucket."""
     totals[:] = 0
     for b in range(sequences.shape[0]):
@@ -121,7 +168,8 @@ def count_work(sequences: Any, group_size: Any, head_size: Any, is_causal: Any, 
         m_blocks = num_m_blocks(q_len, group_size)
         for m_block in range(m_blocks):
             rows = rows_in_tile(q_len, group_size, m_block)
-            n_end = n_end_of_rows(is_causal, m_block * BLOCK_M + rows - 1, group_size, q_len, kv_len)
+            seen = n_end_of_rows(is_causal, m_block * BLOCK_M + rows - 1, group_size, q_len, kv_len)
+            n_end = num_held_before(runs, sequences[b], seen)
             num_splits = num_splits_of_tile(m_blocks, n_end)
             totals[0] += num_splits
             if num_splits > 1:
@@ -133,7 +181,14 @@ def count_work(sequences: Any, group_size: Any, head_size: Any, is_causal: Any, 
 
 
 def fill_work(
-    sequences: Any, group_size: Any, kv_head_num: Any, head_size: Any, is_causal: Any, totals: Any, work: Any
+    sequences: Any,
+    runs: Any,
+    group_size: Any,
+    kv_head_num: Any,
+    head_size: Any,
+    is_causal: Any,
+    totals: Any,
+    work: Any,
 ) -> None:
     """Fills work int64 [entries, WORK_COLUMNS], the costliest bucket first; uses totals as count_work left it, and its
     buckets up. PARTIAL_OFFSET counts float32 for all kv heads of the tiles before."""
@@ -148,7 +203,8 @@ def fill_work(
         m_blocks = num_m_blocks(q_len, group_size)
         for m_block in range(m_blocks):
             rows = rows_in_tile(q_len, group_size, m_block)
-            n_end = n_end_of_rows(is_causal, m_block * BLOCK_M + rows - 1, group_size, q_len, kv_len)
+            seen = n_end_of_rows(is_causal, m_block * BLOCK_M + rows - 1, group_size, q_len, kv_len)
+            n_end = num_held_before(runs, sequences[b], seen)
             num_splits = num_splits_of_tile(m_blocks, n_end)
             for split_idx in range(num_splits):
                 n_begin = split_begin(n_end, num_splits, split_idx)

@@ -1,11 +1,13 @@
 """The few functions that rules are written in.
 
 A rule in masks.py or softmax.py is plain arithmetic plus these. Here they are defined for NumPy scalars and arrays (which
-is how the rules are tested); cpu/lanes.py gives them a meaning for vectors of lanes, a CUDA target for its scalars.
+is how the rules are tested) and for torch tensors; cpu/lanes.py gives them a meaning for vectors of lanes, a CUDA target for
+its scalars.
 """
 
 from __future__ import annotations
 
+import sys
 from typing import Any
 
 import numpy as np
@@ -15,34 +17,41 @@ F32_ONE = np.float32(1.0)
 F32_NEG_INF = np.float32(-np.inf)
 
 
+def _library(*values: Any) -> Any:
+    """The module whose functions take these values: torch if there is a tensor among them (torch is then imported)."""
+    torch = sys.modules.get("torch")
+    return torch if torch is not None and any(isinstance(v, torch.Tensor) for v in values) else np
+
+
 def where(condition: Any, yes: Any, no: Any) -> Any:
     """`yes` where the condition holds, else `no`; the value not chosen never enters the result."""
-    return np.where(condition, yes, no)
+    return _library(condition).where(condition, yes, no)
 
 
 def maximum(a: Any, b: Any) -> Any:
     """The larger; `a` where either is NaN."""
-    return np.where(b > a, b, a)
+    return where(b > a, b, a)
 
 
 def sqrt(x: Any) -> Any:
     """Square root; NaN below zero."""
     with np.errstate(invalid="ignore"):
-        return np.sqrt(x)
+        return _library(x).sqrt(x)
 
 
 def exp2(x: Any) -> Any:
     """2**x in float32; exactly 0 for x < -126, NaN stays NaN."""
     with np.errstate(invalid="ignore", over="ignore", under="ignore"):
-        return np.where(x < np.float32(-126.0), F32_ZERO, np.exp2(x))
+        return where(x < np.float32(-126.0), F32_ZERO, _library(x).exp2(x))
 
 
 def log2(x: Any) -> Any:
     """Base-2 logarithm of x > 0 in float32; -inf at 0."""
     with np.errstate(divide="ignore", invalid="ignore"):
-        return np.log2(x)
+        return _library(x).log2(x)
 
 
 def to_f32(x: Any) -> Any:
     """An integer as float32, rounded once."""
-    return np.asarray(x).astype(np.float32)
+    torch = _library(x)
+    return np.asarray(x).astype(np.float32) if torch is np else x.to(torch.float32)

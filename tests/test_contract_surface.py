@@ -30,7 +30,7 @@ POSITIONAL = ["query", "key", "value", "block_tables", "seq_len", "kv_seq_len"]
 KEYWORDS = {
     "mask_type": "causal", "mask": None, "slopes": None, "head_num": None, "kv_head_num": None, "qk_scale": 1.0,
     "out": None, "return_lse": False, "target": "auto", "num_threads": None, "workspace": None, "stream": None,
-    "validate": "full",
+    "validate": "full", "held_blocks": None,
 }  # fmt: skip
 TWO_PHASE = "query key value block_tables mask seq_len kv_seq_len slopes mask_type head_num kv_head_num qk_scale attn_out context"
 

@@ -32,7 +32,20 @@ def names(path: Path, *prefixes: str) -> set[str]:
 
 
 @pytest.mark.parametrize(
-    "module", ["vocabulary", "masks", "softmax", "tiling", "problem", "workspace", "arrays", "reference"]
+    "module",
+    [
+        "vocabulary",
+        "masks",
+        "softmax",
+        "tiling",
+        "problem",
+        "lengths",
+        "held",
+        "buffers",
+        "workspace",
+        "arrays",
+        "reference",
+    ],
 )
 def test_rules_know_no_numba(module: str) -> None:
     assert names(PACKAGE / f"{module}.py", "numba", "llvmlite", "numba_prefix.cpu", "numba_prefix.cuda") == set()

@@ -11,6 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from numba_prefix import masks, softmax, tiling
+from numba_prefix.held import add_runs
 from numba_prefix.vocabulary import exp2, log2, maximum, where
 
 F32 = np.float32
@@ -85,19 +86,74 @@ SEQUENCES = st.lists(
 )
 
 
-@given(SEQUENCES, st.integers(1, 9), st.integers(1, 5), st.integers(1, 256), st.booleans())
-def test_work_list_covers_every_pair_once(
-    lengths: list[tuple[int, int]], group_size: int, kv_heads: int, head_size: int, is_causal: bool
-) -> None:
-    """Entries tile (row, key) space without a gap or an overlap, costliest bucket first, with room for every split."""
+def held_positions(kv_len: int, held: np.ndarray | None, block_size: int) -> np.ndarray:
+    pos = np.arange(kv_len)
+    return pos if held is None else pos[held[pos // block_size]]
+
+
+def table_of(lengths: list[tuple[int, int]]) -> np.ndarray:
     sequences = np.zeros((len(lengths), tiling.SEQUENCE_COLUMNS), np.int64)
     for b, (q_len, kv_len) in enumerate(lengths):
         sequences[b, tiling.Q_LEN], sequences[b, tiling.KV_LEN] = q_len, kv_len
+    return sequences
+
+
+@st.composite
+def held(draw: st.DrawFn) -> tuple[list[tuple[int, int]], np.ndarray | None, int]:
+    """Lengths of sequences, which of their blocks are held (None: all), and the block size."""
+    lengths = draw(SEQUENCES)
+    block_size = draw(st.sampled_from([1, 3, 16, 48, 128, 1000]))
+    width = max((-(-kv // block_size) for _, kv in lengths), default=0) + draw(st.integers(0, 2))
+    rng = np.random.default_rng(draw(st.integers(0, 99)))
+    share = rng.choice([0.0, 0.1, 0.5, 0.9, 1.0], (len(lengths), 1))
+    blocks = rng.random((len(lengths), width)) < share
+    return lengths, draw(st.sampled_from([None, blocks])), block_size
+
+
+@given(held())
+def test_runs_walk_the_held_keys(problem: tuple[list[tuple[int, int]], np.ndarray | None, int]) -> None:
+    """From any key on, in blocks of consecutive positions, each held key once and in order; counts and ends agree."""
+    lengths, blocks, block_size = problem
+    sequences = table_of(lengths)
+    runs, num_held = add_runs(sequences, sequences[:, tiling.KV_LEN], blocks, block_size)
+    for b, (_, kv_len) in enumerate(lengths):
+        expected = held_positions(kv_len, None if blocks is None else blocks[b], block_size)
+        assert num_held[b] == len(expected)
+        first, n_end = len(expected) // 3, len(expected) - len(expected) // 4
+        kv_idx, walked = first, []
+        while kv_idx < n_end:
+            run = tiling.run_of_key(runs, sequences[b], kv_idx)
+            kv_pos, count = tiling.kv_pos_of_key(runs, run, kv_idx), tiling.keys_in_block(runs, run, kv_idx, n_end)
+            assert 1 <= count <= tiling.BLOCK_N
+            walked += range(kv_pos, kv_pos + count)
+            kv_idx += count
+        assert walked == expected[first:n_end].tolist()
+        for pos in {0, kv_len // 2, kv_len, *expected[:: max(1, len(expected) // 5)].tolist()}:
+            before = int(np.searchsorted(expected, pos))
+            assert tiling.num_held_before(runs, sequences[b], pos) == before
+            up_to = int(np.searchsorted(expected, pos, side="right"))
+            last = tiling.last_held(runs, sequences[b], pos)
+            assert last == expected[up_to - 1] if up_to else last <= pos
+
+
+@given(held(), st.integers(1, 9), st.integers(1, 5), st.integers(1, 256), st.booleans())
+def test_work_list_covers_every_pair_once(
+    problem: tuple[list[tuple[int, int]], np.ndarray | None, int],
+    group_size: int,
+    kv_heads: int,
+    head_size: int,
+    is_causal: bool,
+) -> None:
+    """Entries tile (row, held key) space without a gap or an overlap, costliest bucket first, with room for every split;
+    a tile that sees nothing has one entry all the same."""
+    lengths, blocks, block_size = problem
+    sequences = table_of(lengths)
+    runs, _ = add_runs(sequences, sequences[:, tiling.KV_LEN], blocks, block_size)
     totals = np.zeros(3 + tiling.COST_BUCKETS, np.int64)
-    tiling.count_work(sequences, group_size, head_size, is_causal, totals)
+    tiling.count_work(sequences, runs, group_size, head_size, is_causal, totals)
     entries, split_tiles, partial_f32 = totals[:3].tolist()
     work = np.full((entries, tiling.WORK_COLUMNS), -1, np.int64)
-    tiling.fill_work(sequences, group_size, kv_heads, head_size, is_causal, totals, work)
+    tiling.fill_work(sequences, runs, group_size, kv_heads, head_size, is_causal, totals, work)
     covered: dict[tuple[int, int], list[tuple[int, int]]] = {}
     costs, partials = [], set()
     for entry in work.tolist():
@@ -120,7 +176,8 @@ def test_work_list_covers_every_pair_once(
         seen = kv_len - q_len + last_row // group_size + 1 if is_causal else kv_len
         edges = sorted(ranges)
         assert edges[0][0] == 0
-        assert edges[-1][1] == seen
+        pos = held_positions(kv_len, None if blocks is None else blocks[b], block_size)
+        assert edges[-1][1] == np.count_nonzero(pos < seen)
         assert all(a[1] == b[0] for a, b in itertools.pairwise(edges))
     expected = {(b, m) for b, (q, _) in enumerate(lengths) for m in range(-(-q * group_size // tiling.BLOCK_M))}
     assert set(covered) == expected

@@ -15,12 +15,12 @@ from numba_prefix.tiling import BLOCK_M, BLOCK_N, round_up
     # counts
     NUM_ITEMS, KV_HEAD_NUM, GROUP_SIZE, HEAD_SIZE, BLOCK_SIZE,
     # codes
-    DTYPE, MASK_DTYPE, BIAS, IS_CAUSAL,
+    DTYPE, OUT_DTYPE, MASK_DTYPE, BIAS, IS_CAUSAL, HAS_SHIFT,
     # byte offsets in a worker's scratch, and the pitch of its rows of keys and values
-    Q_T, K_ROWS, V_ROWS, S, ENTRIES, ACC, STATE, ALPHA, ROW_SLOPES, Q_POS, LAST, MASK_BASE, ROWS,
+    Q_T, K_ROWS, V_ROWS, S, ENTRIES, ACC, STATE, ALPHA, ROW_SLOPES, Q_POS, ORIGIN, LAST, MASK_BASE, ROWS,
     KEY_LIST, VALUE_LIST, KV_LANE, PITCH,
     CALL_LENGTH,
-) = range(55)
+) = range(58)
 # fmt: on
 
 # Places in the float32 array of factors. qk_scale's sign is multiplied into the queries (exactly): units are positive.
@@ -49,6 +49,7 @@ def scratch_layout(head_size: int) -> tuple[dict[int, int], int]:
         ALPHA: columns * COLUMN_ROW,
         ROW_SLOPES: columns * COLUMN_ROW,
         Q_POS: columns * COLUMN_ROW,
+        ORIGIN: columns * COLUMN_ROW,
         LAST: columns * COLUMN_ROW,
         MASK_BASE: columns * COLUMN_ROW * 2,
         ROWS: 16 * pitch,

@@ -27,6 +27,7 @@ from numba_prefix.cpu.memory import (
     load_i64,
     prefetch,
     splat_f32,
+    splat_i32,
     store1_i32,
     store_f32,
 )
@@ -36,6 +37,7 @@ from numba_prefix.cpu.state import lse_of_column, out_address, partial_address, 
 from numba_prefix.cpu.vector import COLUMN_ROW
 from numba_prefix.softmax import normalize, rescale, running_max, shift_of
 from numba_prefix.tiling import BLOCK_N
+from numba_prefix.vocabulary import where
 
 WIDTH_1, WIDTH_4, WIDTH_8 = (16 * VALUE_COLUMNS[rows] for rows in (1, 4, 8))
 ZERO = np.float32(0.0)
@@ -74,12 +76,14 @@ def prefetch_rows(rows: Any, count: Any, row_bytes: Any) -> None:
 
 
 @part
-def start_few(call: Any, factors: Any, sequence: Any, rows: Any, fold_rows: Any, kv_head: Any, scratch: Any) -> None:
+def start_few(
+    call: Any, factors: Any, sequence: Any, runs: Any, rows: Any, fold_rows: Any, kv_head: Any, scratch: Any
+) -> None:
     """Query rows [R, head_size] as float32 at Q_T, what the rules need in all 16 lanes, and an empty state."""
     head_size, pitch = call[c.HEAD_SIZE], call[c.PITCH]
     for lane in range(16):
         row = lane & (fold_rows - 1)
-        source = set_lane(call, sequence, min(row, rows - 1), kv_head, lane, scratch)
+        source = set_lane(call, sequence, runs, min(row, rows - 1), kv_head, lane, scratch)
         store1_i32(scratch + call[c.KV_LANE] + 4 * lane, np.int32(lane // fold_rows))
         if lane < fold_rows:
             load_query(call, factors, source, scratch + call[c.Q_T] + row * pitch)
@@ -113,16 +117,20 @@ def score_few(
         prefetch_rows(next_keys + 8 * i * step, step, row_bytes)
         at = i * step
         score_vector(code, keys + 8 * at, scratch + call[c.Q_T], call[c.PITCH], depth, s + i * COLUMN_ROW)
-    q_pos, last = load_i32(scratch + call[c.Q_POS]), load_i32(scratch + call[c.LAST])
+    origin, last = load_i32(scratch + call[c.ORIGIN]), load_i32(scratch + call[c.LAST])
+    # The lanes of a vector that is not full are keys past the block: of the same sequence, where its keys are not all held.
+    block_end = splat_i32(kv_pos + num_keys - 1)
+    last = where(last < block_end, last, block_end)
     slope, kv_lane = load_f32(scratch + call[c.ROW_SLOPES]), load_i32(scratch + call[c.KV_LANE])
     entries = scratch + call[c.ENTRIES]
     if call[c.BIAS] >= c.TEMPLATE_LINEAR:
         base = load_i64(scratch + call[c.MASK_BASE])
+        q_pos = load_i32(scratch + call[c.Q_POS])
         gather_entries(call, base, q_pos, kv_pos, kv_lane, step, num_vectors, entries)
     m_old = load_f32(scratch + call[c.STATE])
     is_partial = num_vectors * step != num_keys
     m_i = score_column(
-        call, is_edge or is_partial, s, entries, num_vectors, kv_pos, step, kv_lane, factors[c.QK_SCALE], slope, q_pos, last,
+        call, is_edge or is_partial, s, entries, num_vectors, kv_pos, step, kv_lane, factors[c.QK_SCALE], slope, origin, last,
         m_old,
     )  # fmt: skip
     m_i = fold_max(m_i, fold_rows)
@@ -188,16 +196,31 @@ def careful_few(call: Any, fold_rows: Any, kv_pos: Any, num_keys: Any, scratch: 
 
 
 @part
-def attend_few(call: Any, factors: Any, entry: Any, fold_rows: Any, table: Any, k: Any, v: Any, scratch: Any) -> None:
+def attend_few(
+    call: Any,
+    factors: Any,
+    entry: Any,
+    sequence: Any,
+    runs: Any,
+    fold_rows: Any,
+    table: Any,
+    k: Any,
+    v: Any,
+    scratch: Any,
+) -> None:
     """All keys of one work item. Key rows are listed a block ahead, so that they can be asked for in time."""
-    n_end = entry[tiling.N_END]
+    kv_idx, n_end = entry[tiling.N_BEGIN], entry[tiling.N_END]
+    run = tiling.run_of_key(runs, sequence, kv_idx)
+    kv_pos, num_keys = tiling.kv_pos_of_key(runs, run, kv_idx), tiling.keys_in_block(runs, run, kv_idx, n_end)
     keys, values = scratch + call[c.KEY_LIST], scratch + call[c.VALUE_LIST]
     next_keys = keys + 8 * BLOCK_N
-    list_rows(call, k, call[c.K_BLOCK], call[c.K_SLOT], table, entry[tiling.N_BEGIN], BLOCK_N, n_end, keys)
-    for kv_pos in range(entry[tiling.N_BEGIN], n_end, BLOCK_N):
-        num_keys = min(BLOCK_N, n_end - kv_pos)
-        list_rows(call, v, call[c.V_BLOCK], call[c.V_SLOT], table, kv_pos, BLOCK_N, n_end, values)
-        list_rows(call, k, call[c.K_BLOCK], call[c.K_SLOT], table, kv_pos + BLOCK_N, BLOCK_N, n_end, next_keys)
+    list_rows(call, k, call[c.K_BLOCK], call[c.K_SLOT], table, kv_pos, num_keys, keys)
+    while kv_idx < n_end:
+        list_rows(call, v, call[c.V_BLOCK], call[c.V_SLOT], table, kv_pos, num_keys, values)
+        kv_idx += num_keys
+        run = tiling.run_of_key(runs, sequence, kv_idx)
+        next_pos, next_count = tiling.kv_pos_of_key(runs, run, kv_idx), tiling.keys_in_block(runs, run, kv_idx, n_end)
+        list_rows(call, k, call[c.K_BLOCK], call[c.K_SLOT], table, next_pos, next_count, next_keys)
         is_edge = np.int64(load1_i32(scratch + call[c.LAST])) < kv_pos + num_keys - 1
         score_few(call, factors, fold_rows, is_edge, kv_pos, num_keys, keys, next_keys, scratch)
         if is_edge and has_special_few(call, num_keys, scratch):
@@ -205,6 +228,7 @@ def attend_few(call: Any, factors: Any, entry: Any, fold_rows: Any, table: Any, 
         else:
             output_few(call, fold_rows, num_keys, scratch)
         keys, next_keys = next_keys, keys
+        kv_pos, num_keys = next_pos, next_count
 
 
 @part
@@ -258,5 +282,5 @@ def store_output_few(
         divisor = splat_f32(load1_f32(sums + 4 * row))
         for i in range(0, call[c.HEAD_SIZE], 16):
             store_f32(acc + 4 * i, normalize(load_f32(acc + 4 * i), divisor))
-        narrow_row(call[c.DTYPE], acc, out_address(call, sequence, row, kv_head), call[c.HEAD_SIZE])
+        narrow_row(call[c.OUT_DTYPE], acc, out_address(call, sequence, row, kv_head), call[c.HEAD_SIZE])
         store_lse(call, sequence, row, kv_head, load1_f32(log_sums + 4 * row))

@@ -51,14 +51,16 @@ CHUNK = 64
 
 
 @part
-def load_queries(call: Any, factors: Any, sequence: Any, first_row: Any, rows: Any, kv_head: Any, scratch: Any) -> None:
+def load_queries(
+    call: Any, factors: Any, sequence: Any, runs: Any, first_row: Any, rows: Any, kv_head: Any, scratch: Any
+) -> None:
     """Query rows as columns of 16 lanes [head_size, 16], and what the rules need of each row. Lanes past the last row
     repeat it, so that they never widen a key range."""
     pitch = call[c.PITCH]
     depth = round_up(call[c.HEAD_SIZE], 16)
     row_buffer = scratch + call[c.ROWS]
     for lane in range(lane_rows(rows)):
-        source = set_lane(call, sequence, first_row + min(lane, rows - 1), kv_head, lane, scratch)
+        source = set_lane(call, sequence, runs, first_row + min(lane, rows - 1), kv_head, lane, scratch)
         load_query(call, factors, source, row_buffer + (lane & 15) * pitch)
         if lane & 15 == 15:
             column = scratch + call[c.Q_T] + (lane >> 4) * depth * COLUMN_ROW
@@ -82,17 +84,18 @@ def score_strip(
 ) -> None:
     """One column, its products at s, from products to weights; leaves alpha for the output product."""
     state = scratch + call[c.STATE] + 2 * column * COLUMN_ROW
-    q_pos = load_i32(scratch + call[c.Q_POS] + column * COLUMN_ROW)
+    origin = load_i32(scratch + call[c.ORIGIN] + column * COLUMN_ROW)
     last = load_i32(scratch + call[c.LAST] + column * COLUMN_ROW)
     slope = load_f32(scratch + call[c.ROW_SLOPES] + column * COLUMN_ROW)
     kv_lane = splat_i32(0)
     entries = scratch + call[c.ENTRIES]
     if call[c.BIAS] >= c.TEMPLATE_LINEAR:
         base = load_i64(scratch + call[c.MASK_BASE] + 2 * column * COLUMN_ROW)
+        q_pos = load_i32(scratch + call[c.Q_POS] + column * COLUMN_ROW)
         gather_entries(call, base, q_pos, kv_pos, kv_lane, 1, num_keys, entries)
     m_old = load_f32(state)
     m_i = score_column(
-        call, is_edge, s, entries, num_keys, kv_pos, 1, kv_lane, factors[c.QK_SCALE], slope, q_pos, last, m_old
+        call, is_edge, s, entries, num_keys, kv_pos, 1, kv_lane, factors[c.QK_SCALE], slope, origin, last, m_old
     )
     shift = shift_of(m_i)
     unit_log2 = factors[c.UNIT_LOG2]
@@ -168,10 +171,24 @@ def is_edge_strip(call: Any, column: Any, last_key: Any, scratch: Any) -> Any:
 
 
 @part
-def attend_keys(call: Any, factors: Any, entry: Any, table: Any, columns: Any, k: Any, v: Any, scratch: Any) -> None:
+def attend_keys(
+    call: Any,
+    factors: Any,
+    entry: Any,
+    sequence: Any,
+    runs: Any,
+    table: Any,
+    columns: Any,
+    k: Any,
+    v: Any,
+    scratch: Any,
+) -> None:
     """All columns of a tile against the keys of one work item."""
-    for kv_pos in range(entry[tiling.N_BEGIN], entry[tiling.N_END], BLOCK_N):
-        num_keys = min(BLOCK_N, entry[tiling.N_END] - kv_pos)
+    kv_idx, n_end = entry[tiling.N_BEGIN], entry[tiling.N_END]
+    while kv_idx < n_end:
+        run = tiling.run_of_key(runs, sequence, kv_idx)
+        kv_pos, num_keys = tiling.kv_pos_of_key(runs, run, kv_idx), tiling.keys_in_block(runs, run, kv_idx, n_end)
+        kv_idx += num_keys
         load_pages(call, k, call[c.K_BLOCK], call[c.K_SLOT], table, kv_pos, num_keys, scratch + call[c.K_ROWS])
         load_pages(call, v, call[c.V_BLOCK], call[c.V_SLOT], table, kv_pos, num_keys, scratch + call[c.V_ROWS])
         special = False
@@ -202,7 +219,7 @@ def store_output(call: Any, factors: Any, sequence: Any, first_row: Any, rows: A
         for lane in range(min(16, rows - column * 16)):
             row = first_row + column * 16 + lane
             target = out_address(call, sequence, row, kv_head)
-            narrow_row(call[c.DTYPE], row_buffer + lane * pitch, target, call[c.HEAD_SIZE])
+            narrow_row(call[c.OUT_DTYPE], row_buffer + lane * pitch, target, call[c.HEAD_SIZE])
             store_lse(call, sequence, row, kv_head, load1_f32(log_sums + 4 * lane))
 
 
@@ -263,13 +280,14 @@ def finish_split(call: Any, factors: Any, entry: Any, rows: Any, fold_rows: Any,
 
 
 @kernel
-def drain(call: Any, factors: Any, sequences: Any, work: Any, worker: Any, max_items: Any) -> Any:
+def drain(call: Any, factors: Any, sequences: Any, runs: Any, work: Any, worker: Any, max_items: Any) -> Any:
     """One work item = (tile, split, kv head). Takes items from the queue until it is empty or max_items are done; returns
     whether items were left.
 
     call       int64 [CALL_LENGTH]
     factors    float32 [FACTORS_LENGTH]
     sequences  int64 [batch, SEQUENCE_COLUMNS]
+    runs       int64 [runs, RUN_COLUMNS]
     work       int64 [entries, WORK_COLUMNS]
     """
     scratch = call[c.SCRATCH] + worker * call[c.SCRATCH_BYTES]
@@ -289,12 +307,12 @@ def drain(call: Any, factors: Any, sequences: Any, work: Any, worker: Any, max_i
         table = call[c.TABLES] + entry[tiling.SEQUENCE] * call[c.TABLE_ROW]
         k, v = call[c.K] + kv_head * call[c.K_HEAD], call[c.V] + kv_head * call[c.V_HEAD]
         if fold_rows > 0:
-            start_few(call, factors, sequence, rows, fold_rows, kv_head, scratch)
-            attend_few(call, factors, entry, fold_rows, table, k, v, scratch)
+            start_few(call, factors, sequence, runs, rows, fold_rows, kv_head, scratch)
+            attend_few(call, factors, entry, sequence, runs, fold_rows, table, k, v, scratch)
         else:
-            load_queries(call, factors, sequence, first_row, rows, kv_head, scratch)
+            load_queries(call, factors, sequence, runs, first_row, rows, kv_head, scratch)
             start_state(call, lane_rows(rows) >> 4, scratch)
-            attend_keys(call, factors, entry, table, lane_rows(rows) >> 4, k, v, scratch)
+            attend_keys(call, factors, entry, sequence, runs, table, lane_rows(rows) >> 4, k, v, scratch)
         if entry[tiling.NUM_SPLITS] > 1 and not finish_split(call, factors, entry, rows, fold_rows, kv_head, scratch):
             continue
         if fold_rows > 0:

@@ -12,12 +12,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from numba_prefix import tiling
-from numba_prefix.arrays import Tensor
+from numba_prefix.arrays import ITEM_BYTES, Tensor
 from numba_prefix.cpu import call as c
 from numba_prefix.cpu.features import cpu_name
 from numba_prefix.cpu.jit import kernel
 from numba_prefix.cpu.kernel import drain
 from numba_prefix.cpu.pool import run_together
+from numba_prefix.held import add_runs
 from numba_prefix.masks import MaskType
 from numba_prefix.problem import Operands, Problem
 from numba_prefix.workspace import ALIGNMENT, Layout, workspace_layout
@@ -57,6 +58,7 @@ class CpuPlan:
 
     layout: Layout
     sequences: NDArray[np.int64]  # [batch, SEQUENCE_COLUMNS]
+    runs: NDArray[np.int64]  # [runs, RUN_COLUMNS]
     work: NDArray[np.int64]  # [entries, WORK_COLUMNS]
     template: NDArray[np.int64]  # [CALL_LENGTH], without addresses and strides
     factors: NDArray[np.float32]  # [FACTORS_LENGTH]
@@ -67,21 +69,30 @@ class CpuPlan:
         return self.layout.total_bytes
 
 
-def plan(problem: Problem, q_len: NDArray[np.int64], kv_len: NDArray[np.int64], num_threads: int) -> CpuPlan:
-    """Lengths are int64 [batch], checked."""
+def plan(
+    problem: Problem,
+    q_len: NDArray[np.int64],
+    kv_len: NDArray[np.int64],
+    num_threads: int,
+    held_blocks: NDArray[np.bool_] | None = None,
+    is_part: bool = False,
+) -> CpuPlan:
+    """Lengths are int64 [batch], held_blocks bool [batch, max_block_num] (None: all), checked. is_part: lse leaves out what
+    held.part_shift says."""
     sequences = np.empty((problem.batch, tiling.SEQUENCE_COLUMNS), np.int64)
     np.cumsum(q_len, out=sequences[:, tiling.Q_BEGIN])
     sequences[:, tiling.Q_BEGIN] -= q_len
     sequences[:, tiling.Q_LEN], sequences[:, tiling.KV_LEN] = q_len, kv_len
+    runs, num_held = add_runs(sequences, kv_len, held_blocks, problem.block_size)
     kv_heads, group_size = problem.kv_head_num, problem.group_size
     is_causal = problem.mask_type is not MaskType.NONE
     totals = np.empty(3 + tiling.COST_BUCKETS, np.int64)
-    count_work(sequences, group_size, problem.head_size, is_causal, totals)
+    count_work(sequences, runs, group_size, problem.head_size, is_causal, totals)
     entries, split_tiles, partial_f32 = (int(n) for n in totals[:3])
     work = np.empty((entries, tiling.WORK_COLUMNS), np.int64)
-    fill_work(sequences, group_size, kv_heads, problem.head_size, is_causal, totals, work)
+    fill_work(sequences, runs, group_size, kv_heads, problem.head_size, is_causal, totals, work)
     num_items = entries * kv_heads
-    flops = 4.0 * problem.head_size * problem.head_num * float(np.dot(q_len.astype(np.float64), kv_len))
+    flops = 4.0 * problem.head_size * problem.head_num * float(np.dot(q_len.astype(np.float64), num_held))
     num_workers = max(1, min(num_threads, MAX_WORKERS, num_items, int(flops / FLOPS_PER_WORKER)))
     items_per_visit = max(1, int(num_items * min(1.0, FLOPS_PER_VISIT / max(flops, 1.0))))
     offsets, scratch_bytes = _scratch_layout(problem.head_size)
@@ -97,8 +108,9 @@ def plan(problem: Problem, q_len: NDArray[np.int64], kv_len: NDArray[np.int64], 
     template[c.IS_CAUSAL] = is_causal
     heads_bias = c.HEADS_MASK if problem.mask_form == "heads" else c.NO_BIAS
     template[c.BIAS] = _BIAS.get((problem.mask_form, problem.mask_type), heads_bias)
+    template[c.HAS_SHIFT] = not is_part and template[c.BIAS] in (c.LEFT_ALIGN, c.TEMPLATE_LEFT_ALIGN)
     factors = _factors(problem.qk_scale, int(template[c.BIAS]))
-    return CpuPlan(layout, sequences, work, template, factors, items_per_visit)
+    return CpuPlan(layout, sequences, runs, work, template, factors, items_per_visit)
 
 
 _scratch_layout = functools.cache(c.scratch_layout)
@@ -117,6 +129,7 @@ def _factors(qk_scale: float, bias: int) -> NDArray[np.float32]:
 def bind(plan: CpuPlan, operands: Operands, out: Tensor, lse_address: int) -> NDArray[np.int64]:
     """A kernel's int64 [CALL_LENGTH] with the addresses and byte strides of these arrays; run adds the workspace's.
 
+    out: of the inputs' dtype or float32.
     lse_address: of float32 [num_tokens, head_num], or 0.
     """
     call = plan.template.copy()
@@ -133,7 +146,9 @@ def bind(plan: CpuPlan, operands: Operands, out: Tensor, lse_address: int) -> ND
         *(v.strides[0] * item, v.strides[1] * item, v.strides[2] * item),
         *(table.strides[0] * 4, table.strides[1] * 4),
     )
-    call[c.OUT_TOKEN], call[c.OUT_HEAD] = out.strides[0] * item, out.strides[1] * item
+    out_item = ITEM_BYTES[out.dtype]
+    call[c.OUT_TOKEN], call[c.OUT_HEAD] = out.strides[0] * out_item, out.strides[1] * out_item
+    call[c.OUT_DTYPE] = c.DTYPE_CODES[out.dtype]
     mask = operands.mask
     if mask is not None:
         mask_item = 4 if mask.dtype == "float32" else 2
@@ -160,7 +175,7 @@ def run(
     call = bound.copy()
     call[c.QUEUE], call[c.ARRIVALS] = base, base + layout.arrivals
     call[c.PARTIALS], call[c.SCRATCH] = base + layout.partials, base + layout.scratch
-    arguments = (call, plan.factors, plan.sequences, plan.work)
+    arguments = (call, plan.factors, plan.sequences, plan.runs, plan.work)
 
     def task(worker: int, memory: Any = memory) -> None:
         try:

@@ -26,7 +26,7 @@ from numba_prefix.cpu.memory import (
     store_f16,
     store_f32,
 )
-from numba_prefix.tiling import logical_block_of
+from numba_prefix.tiling import BLOCK_N, logical_block_of
 
 ZERO = np.float32(0.0)
 ONE = np.float32(1.0)
@@ -165,20 +165,11 @@ def load_pages(
 
 @part
 def list_rows(
-    call: Any,
-    cache: Any,
-    block_stride: Any,
-    slot_stride: Any,
-    table: Any,
-    kv_pos: Any,
-    count: Any,
-    kv_end: Any,
-    target: Any,
+    call: Any, cache: Any, block_stride: Any, slot_stride: Any, table: Any, kv_pos: Any, num_keys: Any, target: Any
 ) -> None:
-    """Addresses int64 of the rows of `count` keys from kv_pos on; from kv_end on, the last one is repeated (or the cache
+    """Addresses int64 of the rows of num_keys keys from kv_pos on, then up to BLOCK_N the last one again (or the cache
     itself, if there is none)."""
     block_size = call[c.BLOCK_SIZE]
-    num_keys = min(count, kv_end - kv_pos)
     done = 0
     address = cache
     while done < num_keys:
@@ -191,7 +182,7 @@ def list_rows(
             store1_i64(target + 8 * (done + i), address + i * slot_stride)
         address += (page_keys - 1) * slot_stride
         done += page_keys
-    for i in range(done, count):
+    for i in range(done, BLOCK_N):
         store1_i64(target + 8 * i, address)
 
 

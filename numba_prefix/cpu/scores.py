@@ -83,7 +83,7 @@ def score_column_of(
     kv_lane: Any,
     qk_scale: Any,
     slope: Any,
-    q_pos: Any,
+    origin: Any,
     last: Any,
     m_i: Any,
 ) -> Any:
@@ -93,17 +93,17 @@ def score_column_of(
         if bias != c.NO_BIAS:  # without a bias the scale is the score's unit (see softmax)
             score = score * qk_scale
         if bias == c.LINEAR:
-            score = score + linear_bias(slope, q_pos, pos)
+            score = score + linear_bias(slope, origin, pos)
         elif bias == c.SQRT:
-            score = score + sqrt_bias(slope, q_pos, pos)
+            score = score + sqrt_bias(slope, origin, pos)
         elif bias == c.LEFT_ALIGN:
-            score = score + left_align_bias(slope, q_pos, pos)
+            score = score + left_align_bias(slope, origin, pos)
         elif bias == c.TEMPLATE_LINEAR:
-            score = score + template_linear_bias(slope, load_f32(entries + i * COLUMN_ROW), q_pos, pos)
+            score = score + template_linear_bias(slope, load_f32(entries + i * COLUMN_ROW), origin, pos)
         elif bias == c.TEMPLATE_SQRT:
-            score = score + template_sqrt_bias(slope, load_f32(entries + i * COLUMN_ROW), q_pos, pos)
+            score = score + template_sqrt_bias(slope, load_f32(entries + i * COLUMN_ROW), origin, pos)
         elif bias == c.TEMPLATE_LEFT_ALIGN:
-            score = score + template_left_align_bias(slope, load_f32(entries + i * COLUMN_ROW), q_pos, pos)
+            score = score + template_left_align_bias(slope, load_f32(entries + i * COLUMN_ROW), origin, pos)
         elif bias == c.HEADS_MASK:
             score = score + load_f32(entries + i * COLUMN_ROW)
         if is_edge:
@@ -126,12 +126,16 @@ def score_column(
     kv_lane: Any,
     qk_scale: Any,
     slope: Any,
-    q_pos: Any,
+    origin: Any,
     last: Any,
     m_i: Any,
 ) -> Any:
-    """Turns products into scores in place and returns the new running max. A loop of its own for each kind of bias."""
-    a = (column, entries, num_vectors, kv_pos, step, kv_lane, qk_scale, slope, q_pos, last, m_i)
+    """Turns products into scores in place and returns the new running max. A loop of its own for each kind of bias.
+
+    origin: int32 lanes, the position that biases are relative to: the query's, or the row's last held key for left-aligned
+    ones whose lse has their shift.
+    """
+    a = (column, entries, num_vectors, kv_pos, step, kv_lane, qk_scale, slope, origin, last, m_i)
     bias = call[c.BIAS]
     if bias == c.NO_BIAS:
         return score_column_of(c.NO_BIAS, True, *a) if is_edge else score_column_of(c.NO_BIAS, False, *a)

@@ -19,7 +19,7 @@ ONE = np.float32(1.0)
 
 
 @inline
-def set_lane(call: Any, sequence: Any, row: Any, kv_head: Any, lane: Any, scratch: Any) -> Any:
+def set_lane(call: Any, sequence: Any, runs: Any, row: Any, kv_head: Any, lane: Any, scratch: Any) -> Any:
     """Writes what the rules need of a row into its lane; returns the address of its query."""
     q_idx = q_idx_of_row(row, call[c.GROUP_SIZE])
     q_head = kv_head * call[c.GROUP_SIZE] + group_idx_of_row(row, call[c.GROUP_SIZE])
@@ -27,6 +27,8 @@ def set_lane(call: Any, sequence: Any, row: Any, kv_head: Any, lane: Any, scratc
     last = last_visible(call[c.IS_CAUSAL] != 0, q_pos, sequence[tiling.KV_LEN])
     slope = load1_f32(call[c.SLOPES] + 4 * q_head) if call[c.SLOPES] != 0 else ONE
     store1_i32(scratch + call[c.Q_POS] + 4 * lane, np.int32(q_pos))
+    origin = tiling.last_held(runs, sequence, q_pos) if call[c.HAS_SHIFT] != 0 else q_pos
+    store1_i32(scratch + call[c.ORIGIN] + 4 * lane, np.int32(origin))
     store1_i32(scratch + call[c.LAST] + 4 * lane, np.int32(last))
     store1_f32(scratch + call[c.ROW_SLOPES] + 4 * lane, slope)
     store1_i64(scratch + call[c.MASK_BASE] + 8 * lane, call[c.MASK] + q_head * call[c.MASK_HEAD])
@@ -51,9 +53,9 @@ def store_lse(call: Any, sequence: Any, row: Any, kv_head: Any, value: Any) -> N
 @inline
 def lse_of_column(call: Any, factors: Any, column: Any, m_i: Any, l_i: Any, scratch: Any) -> Any:
     """Log-sum-exp of a column's lanes, with what left-aligned biases left out."""
-    if call[c.BIAS] == c.LEFT_ALIGN or call[c.BIAS] == c.TEMPLATE_LEFT_ALIGN:
+    if call[c.HAS_SHIFT] != 0:
         slope = load_f32(scratch + call[c.ROW_SLOPES] + column * COLUMN_ROW)
-        m_i = m_i + left_align_shift(slope, load_i32(scratch + call[c.Q_POS] + column * COLUMN_ROW))
+        m_i = m_i + left_align_shift(slope, load_i32(scratch + call[c.ORIGIN] + column * COLUMN_ROW))
     return log_sum_exp(m_i, l_i, factors[c.UNIT])
 
 
