@@ -151,12 +151,13 @@ def _length_error(name: str, value: Any, sequence: int) -> ValueError:
 
 def _check_each_length(problem: Problem, q_len: NDArray[np.int64], kv_len: NDArray[np.int64], limit: int) -> None:
     """Raise for the first length that is out of bounds; sequences without query tokens have no upper bound."""
+    is_read = q_len > 0
     for name, lengths in (("seq_len", q_len), ("kv_seq_len", kv_len)):
-        is_bad = (lengths < 0) | (lengths > INT32_MAX)
+        is_bad = (lengths < 0) | ((lengths > INT32_MAX) & is_read)
         if is_bad.any():
             b = int(is_bad.argmax())
             raise _length_error(name, lengths[b], b)
-    is_bad = (q_len > 0) & ((kv_len < q_len) | (kv_len > limit))
+    is_bad = is_read & ((kv_len < q_len) | (kv_len > limit))
     if not is_bad.any():
         return
     b = int(is_bad.argmax())

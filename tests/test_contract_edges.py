@@ -33,6 +33,12 @@ def test_edge_zero_length_sequence(target: str) -> None:
     same_bits(check(case, target), run(select(case, [1, 3]), target))
 
 
+def test_edge_zero_length_sequence_of_any_context(target: str) -> None:
+    """kv_seq_len may be anything >= 0 where no query reads it."""
+    case = make_case([0, 3], [0, 9])
+    same_bits(run(case, target, kv_seq_len=(2**62, 9)), run(case, target))
+
+
 @pytest.mark.parametrize("kv", [[0, 0], [5, 100]])
 def test_edge_all_zero_lengths(target: str, kv: list[int]) -> None:
     """All seq_len 0: empty output, no error."""
