@@ -103,26 +103,38 @@ def thread_report() -> dict[str, Any]:
 
 def cache_report() -> dict[str, Any]:
     """Where compiled kernels are kept, and whether they can be."""
-    from numba_prefix.cpu.cache import cache_directory
+    from numba_prefix.cpu.cache import cache_directory, is_trusted
 
     directory = cache_directory()
     if directory is None:
-        return {"directory": None, "is_writable": False, "files": 0, "bytes": 0, "state": "no home directory"}
+        return {
+            "directory": None,
+            "is_writable": False,
+            "files": 0,
+            "bytes": 0,
+            "refused": 0,
+            "state": "no home directory",
+        }
     nearest = directory
     while not nearest.exists() and nearest != nearest.parent:
         nearest = nearest.parent
     is_writable = nearest.is_dir() and os.access(nearest, os.W_OK | os.X_OK)
     try:
-        sizes = [entry.stat().st_size for entry in directory.glob("*.bin")]
+        found = [entry.stat() for entry in directory.glob("*.bin")]
     except OSError:
-        sizes = []
+        found = []
+    sizes = [status.st_size for status in found if is_trusted(status)]
+    refused = len(found) - len(sizes)
     state = f"{'writable' if is_writable else 'NOT WRITABLE: every process compiles anew'}, {len(sizes)} kernels"
+    state += f", {sum(sizes) / 1e6:.1f} MB" if sizes else ""
+    state += f"; {refused} REFUSED: neither yours nor root's alone to write" if refused else ""
     return {
         "directory": str(directory),
         "is_writable": is_writable,
         "files": len(sizes),
         "bytes": sum(sizes),
-        "state": f"{state}, {sum(sizes) / 1e6:.1f} MB" if sizes else state,
+        "refused": refused,
+        "state": state,
     }
 
 
