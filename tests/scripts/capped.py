@@ -1,6 +1,7 @@
 """capped.py [quota]: the package's own cap in every thread and in forked children, beside a parallel function of the host.
 
-Helpers are counted: each is a thread named numba_prefix, and stays. quota: the process is limited to one CPU by its cgroup.
+Watched: how many workers each call is given, and that no helper, a thread named numba_prefix, exists while one is the cap.
+quota: the process is limited to one CPU by its cgroup.
 """
 
 from __future__ import annotations
@@ -9,15 +10,27 @@ import os
 import sys
 import threading
 from concurrent.futures import ThreadPoolExecutor
+from typing import Any
 
 import numba
 import numpy as np
 from cases import make_case, run, same_bits
 
 import numba_prefix as nbp
+from numba_prefix.cpu import launch
 
 CASE = make_case([150, 60], [300, 400], head_num=8, kv_head_num=4, head_size=64, dtype="float16")
 ONES = np.ones(100_000)
+num_workers: list[int] = []
+run_together = launch.run_together
+
+
+def watched(task: Any, count: int) -> None:
+    num_workers.append(count)
+    run_together(task, count)
+
+
+launch.run_together = watched
 
 
 @numba.njit(parallel=True, cache=True)
@@ -69,7 +82,15 @@ def main() -> None:
     assert hosts_own(ONES) == ONES.size
     planned = plan(4)
     expected = run(CASE, "cpu", num_threads=1)
+    nbp.set_num_threads(1)
+    in_a_forked_child(expected)  # first: TBB says something at forks once two threads have used it
+    nbp.set_num_threads(None)
     stop, done = threading.Event(), []
+
+    def most_workers(cap: int) -> None:
+        num_workers.clear()
+        calls(expected, planned)
+        assert max(num_workers) == cap and len(num_workers) == 4, num_workers
 
     def beside() -> None:
         while not stop.is_set():
@@ -85,22 +106,18 @@ def main() -> None:
             pool.submit(nbp.set_num_threads, 1).result()  # from another thread: it is the process's
             for _ in pool.map(lambda _: calls(expected), range(9)):
                 pass
-            calls(expected, planned)
             assert num_helpers() == 0 and nbp.get_num_threads() == 1
+            most_workers(1)
             nbp.set_num_threads(2)
-            calls(expected, planned)
-            assert num_helpers() == 1
+            most_workers(2)
+            assert num_helpers() > 0
             os.environ["NUMBA_PREFIX_NUM_THREADS"] = "3"
             nbp.set_num_threads(None)
-            calls(expected, planned)
-            assert num_helpers() == 2
+            most_workers(3)
     finally:
         stop.set()
         other.join()
     assert len(done) > 1 and all(done)
-    del os.environ["NUMBA_PREFIX_NUM_THREADS"]
-    nbp.set_num_threads(1)
-    in_a_forked_child(expected)  # now: TBB complains of a fork during its own work
     assert numba.get_num_threads() == before
     assert numba.threading_layer() == os.environ["NUMBA_THREADING_LAYER"]
 
