@@ -1,5 +1,6 @@
 """numba_prefix: paged-prefix attention (Ascend ATB's SelfAttention PrefixEncoder) in Python, compiled by Numba."""
 
+from numba_prefix.cpu.threads import get_num_threads, set_num_threads
 from numba_prefix.front import (
     Context,
     Op,
@@ -23,11 +24,13 @@ __all__ = [
     "__version__",
     "alibi_mask",
     "alibi_slopes",
+    "get_num_threads",
     "merge_states",
     "prefix_encoder",
     "reference",
     "reshape_and_cache",
     "self_attention_prefix_encoder",
     "self_attention_prefix_encoder_get_workspace_size",
+    "set_num_threads",
     "warmup",
 ]

@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 from numba_prefix import buffers
 from numba_prefix import reference as oracle
 from numba_prefix.arrays import Tensor, as_numpy, bits, contiguous_strides, describe, empty_like
+from numba_prefix.cpu import threads
 from numba_prefix.held import part_shift
 from numba_prefix.problem import (
     Operands,
@@ -33,7 +34,7 @@ class TargetUnavailableError(RuntimeError):
 @dataclass(frozen=True, slots=True)
 class Context:
     """How to run, apart from what: `target` ("auto", "cpu", "cuda", "reference"), `num_threads` (CPU; None: all that the
-    process may use) and `stream` (CUDA)."""
+    process may use; never more than set_num_threads and NUMBA_PREFIX_NUM_THREADS allow) and `stream` (CUDA)."""
 
     target: str = "auto"
     num_threads: int | None = None
@@ -79,7 +80,7 @@ def prefix_encoder(
     out           written and returned if given: like query
     return_lse    also return the natural log-sum-exp of the scores, float32 [num_tokens, head_num]
     target        "auto" (CUDA for CUDA tensors, else CPU), "cpu", "cuda", "reference" (float64 NumPy)
-    num_threads   most threads to use on the CPU; None: all that the process may use
+    num_threads   most threads to use on the CPU; None: all that the process may use (get_num_threads)
     workspace     a writable byte buffer of at least the size the two-phase form reports; None: one is kept per thread
     validate      "full", or "shape" to skip the check of the block ids' values
     held_blocks   None, or bool [batch, max_block_num] on the host: attend to the keys of these blocks of each sequence
@@ -176,7 +177,7 @@ def self_attention_prefix_encoder(workspace: Any, workspace_size: int, op: Op, c
                 f"context: got target {context.target!r}, expected {op.target!r}, which op was planned for"
             )
         _check_stream(context.stream, op.target)
-        num_threads = _num_threads(context.num_threads)
+        num_threads = threads.resolved(context.num_threads)
     if workspace is None and op.workspace_size > 0:
         raise ValueError(f"workspace: got None, expected a buffer of {op.workspace_size} bytes")
     op._check_tables(op.problem, op._operands)
@@ -208,9 +209,9 @@ class Op:
         self._check_tables(problem, operands)
         self._plan: Any = None
         if self.target == "cpu":
-            self._plan = _cpu().plan(problem, *lengths, _num_threads(context.num_threads), held_blocks, is_part)
+            self._plan = _cpu().plan(problem, *lengths, threads.resolved(context.num_threads), held_blocks, is_part)
         else:
-            _num_threads(context.num_threads)
+            threads.resolved(context.num_threads)
         self.out: Any = None
         self._bound: tuple[NDArray[np.int64], Any] | None = None
         if return_lse:
@@ -373,18 +374,6 @@ def _check_context(context: Any) -> Context:
 def _check_stream(stream: Any, target: str) -> None:
     if stream is not None:
         raise ValueError(f"stream: got {stream!r}, expected None for target {target!r}")
-
-
-def _num_threads(given: Any) -> int:
-    if given is None:
-        from numba_prefix.cpu.threads import default_num_threads
-
-        return default_num_threads()
-    if isinstance(given, bool) or not isinstance(given, (int, np.integer)):
-        raise TypeError(f"num_threads: got {type(given).__name__}, expected an int or None")
-    if given < 1:
-        raise ValueError(f"num_threads: got {given}, expected at least 1")
-    return int(given)
 
 
 def _run_reference(

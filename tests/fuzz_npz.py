@@ -1,9 +1,8 @@
-"""Damaged npz files for the command line: the corpus, a mutator, and a fuzzer that coverage guides.
+"""Damaged npz files for the command line: the corpus and a mutator.
 
-    PYTHONPATH=.:tests python tests/fuzz_npz.py -max_total_time=1200 DIRECTORY      with atheris (pip install atheris)
-    PYTHONPATH=.:tests python tests/fuzz_npz.py --seconds 1200 [--seed N]           with this file's own mutator
+    PYTHONPATH=.:tests python tests/fuzz_npz.py --seconds 1200 [--seed N]
 
-The first form keeps what it finds in DIRECTORY, which it fills with the corpus if it is empty.
+tests/fuzz_atheris.py has the same guided by coverage.
 """
 
 from __future__ import annotations
@@ -187,35 +186,6 @@ def fuzz(seconds: float, most: int, seed: int) -> dict[int, int]:
     return codes
 
 
-def guided(arguments: list[str]) -> None:
-    import atheris
-
-    with atheris.instrument_imports(include=["numba_prefix.cli", "numba_prefix.problem", "numba_prefix.arrays"]):
-        import numba_prefix.cli.run  # noqa: F401
-    directory = Path(arguments[-1])
-    directory.mkdir(exist_ok=True)
-    if not any(directory.iterdir()):
-        for number, data in enumerate(corpus()):
-            (directory / f"{number}.npz").write_bytes(data)
-    reader = Reader()
-
-    def test_one(data: bytes) -> None:
-        reader.read(data)
-
-    def mutate(data: bytes, max_size: int, seed: int) -> bytes:
-        rng = random.Random(seed)
-        try:
-            return mutated_inside(data, rng)[:max_size]
-        except Exception:  # no sound archive: bytes as they are
-            return bytes(atheris.Mutate(data, max_size))
-
-    atheris.Setup([sys.argv[0], "-max_len=40000", *arguments], test_one, custom_mutator=mutate)
-    atheris.Fuzz()
-
-
 if __name__ == "__main__":
-    if "--seconds" in sys.argv:
-        options = dict(zip(sys.argv[1::2], sys.argv[2::2], strict=True))
-        print(fuzz(float(options["--seconds"]), sys.maxsize, int(options.get("--seed", "0"))))
-    else:
-        guided(sys.argv[1:])
+    options = dict(zip(sys.argv[1::2], sys.argv[2::2], strict=True))
+    print(fuzz(float(options["--seconds"]), sys.maxsize, int(options.get("--seed", "0"))))

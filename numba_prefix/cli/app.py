@@ -19,6 +19,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run one command; returns the exit code. argv None: the process's own arguments."""
     arguments = _parser().parse_args(argv)
     try:
+        _check_environment()
         code = _command(arguments.command)(arguments)
         sys.stdout.flush()
         return code
@@ -34,6 +35,16 @@ def main(argv: Sequence[str] | None = None) -> int:
     except BrokenPipeError:  # whoever read stdout has left; the interpreter must not flush into it either
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return EXIT_OK
+
+
+def _check_environment() -> None:
+    """Before a command has read a file or compiled anything."""
+    from numba_prefix.cpu.threads import thread_cap
+
+    try:
+        thread_cap()
+    except ValueError as error:
+        raise UsageError(error) from error
 
 
 def _command(name: str) -> Callable[[argparse.Namespace], int]:

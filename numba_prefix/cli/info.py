@@ -14,6 +14,7 @@ import numpy as np
 
 import numba_prefix
 from numba_prefix.cli import table
+from numba_prefix.cpu import threads
 from numba_prefix.front import Context, TargetUnavailableError, self_attention_prefix_encoder_get_workspace_size
 
 # By LLVM's names: what kernels are built for, what converts 16-bit floats, what multiplies them.
@@ -25,7 +26,10 @@ FEATURES = {
     "arm64": ("neon", "fullfp16", "bf16", "dotprod", "i8mm", "sve", "sve2"),
 }
 PACKAGES = ("numba", "llvmlite", "numpy", "ml_dtypes", "torch")
-VARIABLES = ("NUMBA_CPU_NAME", "NUMBA_CPU_FEATURES", "NUMBA_NUM_THREADS", "NUMBA_CACHE_DIR", "NUMBA_THREADING_LAYER")
+VARIABLES = (
+    *("NUMBA_CPU_NAME", "NUMBA_CPU_FEATURES", "NUMBA_NUM_THREADS", "NUMBA_CACHE_DIR", "NUMBA_THREADING_LAYER"),
+    threads.VARIABLE,
+)
 
 
 def command(arguments: argparse.Namespace) -> int:
@@ -75,20 +79,22 @@ def _model_name() -> str:
 def thread_report() -> dict[str, Any]:
     from numba.core import config
 
-    from numba_prefix.cpu.threads import available_cpus, default_num_threads
-
-    online = os.cpu_count() or 1
-    allowed = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else online
-    available, chosen = available_cpus(), default_num_threads()
+    online, allowed, available = os.cpu_count() or 1, threads.allowed_cpus(), threads.available_cpus()
+    cap, source = threads.thread_cap()
+    chosen = threads.get_num_threads()
     reasons = [f"{online} CPUs"]
     if allowed < online:
         reasons.append(f"{allowed} in this process's affinity")
     if available < allowed:
-        reasons.append(f"a cgroup quota of {available}")
-    if chosen < available:
+        reasons.append(f"a cgroup quota of {threads.quota():g}")
+    if chosen < available and chosen != cap:
         reasons.append(f"NUMBA_NUM_THREADS={os.environ.get('NUMBA_NUM_THREADS')}")
+    if cap is not None:
+        reasons.append(f"at most {cap} in any call: {source}")
     return {
         "default": chosen,
+        "cap": cap,
+        "cap_source": source,
         "reason": ", ".join(reasons),
         "numba_threading_layer": str(config.THREADING_LAYER),
         "is_numba_threading_layer_used": False,
@@ -97,26 +103,38 @@ def thread_report() -> dict[str, Any]:
 
 def cache_report() -> dict[str, Any]:
     """Where compiled kernels are kept, and whether they can be."""
-    from numba_prefix.cpu.cache import cache_directory
+    from numba_prefix.cpu.cache import cache_directory, is_trusted
 
     directory = cache_directory()
     if directory is None:
-        return {"directory": None, "is_writable": False, "files": 0, "bytes": 0, "state": "no home directory"}
+        return {
+            "directory": None,
+            "is_writable": False,
+            "files": 0,
+            "bytes": 0,
+            "refused": 0,
+            "state": "no home directory",
+        }
     nearest = directory
     while not nearest.exists() and nearest != nearest.parent:
         nearest = nearest.parent
     is_writable = nearest.is_dir() and os.access(nearest, os.W_OK | os.X_OK)
     try:
-        sizes = [entry.stat().st_size for entry in directory.glob("*.bin")]
+        found = [entry.stat() for entry in directory.glob("*.bin")]
     except OSError:
-        sizes = []
+        found = []
+    sizes = [status.st_size for status in found if is_trusted(status)]
+    refused = len(found) - len(sizes)
     state = f"{'writable' if is_writable else 'NOT WRITABLE: every process compiles anew'}, {len(sizes)} kernels"
+    state += f", {sum(sizes) / 1e6:.1f} MB" if sizes else ""
+    state += f"; {refused} REFUSED: neither yours nor root's alone to write" if refused else ""
     return {
         "directory": str(directory),
         "is_writable": is_writable,
         "files": len(sizes),
         "bytes": sum(sizes),
-        "state": f"{state}, {sum(sizes) / 1e6:.1f} MB" if sizes else state,
+        "refused": refused,
+        "state": state,
     }
 
 
@@ -149,14 +167,14 @@ def versions() -> dict[str, str | None]:
 
 
 def _rows(report: dict[str, Any]) -> list[tuple[str, str]]:
-    cpu, threads, cache, cuda = report["cpu"], report["threads"], report["cache"], report["cuda"]
+    cpu, team, cache, cuda = report["cpu"], report["threads"], report["cache"], report["cuda"]
     rows = [
         ("CPU", f"{cpu['model']} ({cpu['architecture']}; LLVM calls it {cpu['llvm_name']})"),
         ("features", " ".join(cpu["features"]) or "none that matter"),
         ("missing", " ".join(cpu["missing"]) or "none"),
         ("path", cpu["path"]),
-        ("threads", f"{threads['default']} ({threads['reason']})"),
-        ("Numba's layer", f"{threads['numba_threading_layer']} (not used: kernels run on this package's own threads)"),
+        ("threads", f"{team['default']} ({team['reason']})"),
+        ("Numba's layer", f"{team['numba_threading_layer']} (not used: kernels run on this package's own threads)"),
         ("cache", f"{cache['directory']} ({cache['state']})"),
         ("CUDA", f"{'yes' if cuda['is_available'] else 'no'} ({cuda['reason']})"),
         ("versions", ", ".join(f"{name} {version or '(none)'}" for name, version in report["versions"].items())),

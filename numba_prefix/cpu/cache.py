@@ -1,8 +1,8 @@
 """Compiled kernels on disk, so that a second process starts fast; any failure here only costs time.
 
 Numba's own cache refuses to be set up where no directory is writable, keys a kernel by its own source file alone, and
-trusts whatever bytes it finds. This one is keyed by all sources of the package, the versions and the CPU, checks what it
-reads, and is silent about directories that are missing, full or read-only.
+trusts whatever bytes it finds. This one is keyed by all sources of the package, the versions and the CPU, reads only what
+this user or root wrote, whole and under its own name, and is silent about directories that are missing, full or read-only.
 """
 
 from __future__ import annotations
@@ -10,10 +10,11 @@ from __future__ import annotations
 import functools
 import hashlib
 import os
-import pickle  # Numba's own format of compiled code; only files of this user's cache directory are read
+import pickle  # Numba's own format of compiled code; only files that this user or root wrote are read
 import pkgutil
+import secrets
+import stat
 import sys
-import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -87,9 +88,9 @@ class KernelCache:
         try:
             target_context.refresh()
             path = self._path(sig, target_context.codegen())
-            content = path.read_bytes() if path is not None else b""
+            content = _read_trusted(path) if path is not None else b""
             digest, payload = content[:DIGEST_BYTES], content[DIGEST_BYTES:]
-            if not payload or hashlib.sha256(payload).digest() != digest:
+            if path is None or not payload or _digest(path, payload) != digest:
                 return None
             return CompileResult._rebuild(target_context, *pickle.loads(payload))
         except Exception:  # whatever is wrong with a cache file, compiling is the answer
@@ -101,11 +102,13 @@ class KernelCache:
             if path is None or result.library.has_dynamic_globals:
                 return
             payload = dumps(result._reduce())
-            path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-            handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=path.name)
+            # Readable by all that the umask lets, for images that root builds and another user runs.
+            path.parent.mkdir(mode=0o755, parents=True, exist_ok=True)
+            temporary = path.with_name(f"{path.name}.{secrets.token_hex(8)}")
+            handle = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | getattr(os, "O_BINARY", 0), 0o644)
             try:
                 with os.fdopen(handle, "wb") as file:
-                    file.write(hashlib.sha256(payload).digest() + payload)
+                    file.write(_digest(path, payload) + payload)
                 os.replace(temporary, path)  # whole or not at all, whoever else writes
             except BaseException:
                 os.unlink(temporary)
@@ -119,3 +122,30 @@ class KernelCache:
             return None
         key = repr((source_digest(), self.name, str(sig), codegen.magic_tuple()))
         return directory / f"{self.name}-{hashlib.sha256(key.encode()).hexdigest()[:32]}.bin"
+
+
+def _digest(path: Path, payload: bytes) -> bytes:
+    """Of the name too: a file under another's name holds code for another kernel or CPU."""
+    return hashlib.sha256(path.name.encode() + payload).digest()
+
+
+def _read_trusted(path: Path) -> bytes:
+    """Nothing if is_trusted does not hold for what is opened, whatever lies there a moment later."""
+    handle = os.open(path, os.O_RDONLY | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_BINARY", 0))  # FIFOs block
+    with os.fdopen(handle, "rb") as file:
+        return file.read() if is_trusted(os.fstat(handle)) else b""
+
+
+def is_trusted(status: os.stat_result) -> bool:
+    """Whether a cache file, which is code that will run, can have been written by this process's user or root alone.
+
+    Root's group counts as root: platforms that give containers any user id (OpenShift) let it write to all of an image.
+    On Windows, where a mode says nothing of other users, the directory's own permissions have to do.
+    """
+    if not stat.S_ISREG(status.st_mode):
+        return False
+    if not hasattr(os, "geteuid"):
+        return True
+    can_group_write = bool(status.st_mode & stat.S_IWGRP) and status.st_gid != 0
+    can_others_write = bool(status.st_mode & stat.S_IWOTH)
+    return status.st_uid in (0, os.geteuid()) and not can_group_write and not can_others_write

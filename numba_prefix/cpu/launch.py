@@ -18,6 +18,7 @@ from numba_prefix.cpu.features import cpu_name
 from numba_prefix.cpu.jit import kernel
 from numba_prefix.cpu.kernel import drain
 from numba_prefix.cpu.pool import run_together
+from numba_prefix.cpu.threads import capped
 from numba_prefix.held import add_runs
 from numba_prefix.masks import MaskType
 from numba_prefix.problem import Operands, Problem
@@ -165,11 +166,12 @@ def run(
 
     workspace_address: of at least plan.workspace_bytes, at any alignment; what it held is overwritten.
     memory: whatever owns the buffers; held until the last thread is done with them, even if this one is interrupted.
-    num_threads: at most this many, where that is fewer than planned.
+    num_threads: at most this many, where that is fewer than planned. A cap that was set since the plan was made holds too.
     """
     layout = plan.layout
     if layout.total_bytes == 0:
         return
+    num_workers = capped(layout.num_workers if num_threads is None else min(num_threads, layout.num_workers))
     base = tiling.round_up(workspace_address, ALIGNMENT)
     ctypes.memset(base, 0, layout.partials)  # the counters
     call = bound.copy()
@@ -185,4 +187,4 @@ def run(
             ctypes.c_int64.from_address(base).value = CANCELLED
             raise
 
-    run_together(task, layout.num_workers if num_threads is None else min(num_threads, layout.num_workers))
+    run_together(task, num_workers)
