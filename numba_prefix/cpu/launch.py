@@ -20,6 +20,7 @@ from numba_prefix.cpu.kernel import drain
 from numba_prefix.cpu.pool import run_together
 from numba_prefix.masks import MaskType
 from numba_prefix.problem import Operands, Problem
+from numba_prefix.uninterrupted import uninterrupted
 from numba_prefix.workspace import ALIGNMENT, Layout, workspace_layout
 
 count_work = kernel(tiling.count_work)
@@ -51,6 +52,23 @@ def reason() -> str:
     return f"path {isa_path()} on {cpu_name()}"
 
 
+@functools.cache
+def make_ready() -> None:
+    """Have the kernels compiled, or loaded, and all done that Numba does at a first call of any."""
+    uninterrupted(_call_without_work)
+
+
+def _call_without_work() -> None:
+    call, factors = np.zeros(c.CALL_LENGTH, np.int64), np.zeros(c.FACTORS_LENGTH, np.float32)
+    sequences = np.zeros((0, tiling.SEQUENCE_COLUMNS), np.int64)
+    work = np.zeros((0, tiling.WORK_COLUMNS), np.int64)
+    totals = np.zeros(3 + tiling.COST_BUCKETS, np.int64)
+    count_work(sequences, 1, 1, True, totals)
+    fill_work(sequences, 1, 1, 1, True, totals, work)
+    drain(call, factors, sequences, work, 0, 0)
+    reason()
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class CpuPlan:
     """Everything about a run that depends neither on where the arrays are nor on what they hold."""
@@ -69,6 +87,7 @@ class CpuPlan:
 
 def plan(problem: Problem, q_len: NDArray[np.int64], kv_len: NDArray[np.int64], num_threads: int) -> CpuPlan:
     """Lengths are int64 [batch], checked."""
+    make_ready()
     sequences = np.empty((problem.batch, tiling.SEQUENCE_COLUMNS), np.int64)
     np.cumsum(q_len, out=sequences[:, tiling.Q_BEGIN])
     sequences[:, tiling.Q_BEGIN] -= q_len
