@@ -23,10 +23,6 @@ IS_LINUX = sys.platform.startswith("linux")
 pytestmark = pytest.mark.skipif(not IS_LINUX, reason="uses /proc, fork, capabilities and CPU affinity")
 
 
-def usable_cpus() -> int:
-    return len(os.sched_getaffinity(0)) if IS_LINUX else 1
-
-
 def outcome(output: str) -> dict[str, Any]:
     result: dict[str, Any] = json.loads(output.splitlines()[-1])
     assert result["error"] < 2e-3, result
@@ -40,16 +36,12 @@ def expected() -> str:
     return bits
 
 
-# --- D24: threads (D23: test_service.py, and the cold start below) -------------------------------------------------------------------------------------------------
-
-
-TWO_CPUS = pytest.mark.skipif(usable_cpus() < 2, reason="one CPU: nobody to help")
+# --- D24: threads; D23 is in test_service.py, and in the cold start below ------------------------------------------------
 
 
 @pytest.mark.parametrize(
     ("mode", "changes"),
     [
-        pytest.param("per_call", {}, marks=TWO_CPUS),
         ("capped", {"NUMBA_NUM_THREADS": "1"}),
         ("many", {"NUMBA_NUM_THREADS": "64"}),
         ("mask", {}),

@@ -46,7 +46,7 @@ def main(method: str) -> None:
     expected = calls((2, 1, 4))
     bring_up()
     # GNU OpenMP kills a forked child at its own parallel region, workqueue has no threads there: Numba's known limits.
-    is_host_in_child = method == "spawn"
+    is_host_in_child = method != "fork"
     with ProcessPoolExecutor(2, mp_context=multiprocessing.get_context(method)) as pool:
         done = [pool.submit(child, threads, is_host_in_child) for threads in ((2,), (1, 2), (4,), (2, 1))]
         results = [future.result(timeout=50) for future in done]

