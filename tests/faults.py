@@ -49,10 +49,10 @@ FAULTS = {
     "block_ids": ("a bad block id in any place that would be read (nothing is written)", "ValueError"),
     "arguments": ("senseless arguments", "documented exception"),
     "npz": ("damaged npz files on the command line", "exit code 2"),
-    "ctrl_c": ("Ctrl-C during a long call (within 2 s; next call right)", "KeyboardInterrupt"),
+    "ctrl_c": ("Ctrl-C during a long call (soon; next call right)", "KeyboardInterrupt"),
     "ctrl_c_first": ("Ctrl-C again and again during the first call (within 2 s; next call right)", "KeyboardInterrupt"),
-    "alarm": ("exception of a signal handler during a long call (within 2 s; next call right)", "that exception"),
-    "async": ("exception set in a thread during its call (within 6 s; other threads right)", "that exception"),
+    "alarm": ("exception of a signal handler during a long call (soon; next call right)", "that exception"),
+    "async": ("exception set in a thread during its call (soon; other threads right)", "that exception"),
     "bad_ids": ("bad arguments in one thread (other threads right)", "ValueError"),
     "no_trace": (
         "thread counts, environment, handlers, filters, numpy's error state, float mode afterwards",
