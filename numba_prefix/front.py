@@ -22,6 +22,7 @@ from numba_prefix.problem import (
     static_problem,
     unit_stride,
 )
+from numba_prefix.uninterrupted import cpu_target
 
 TARGETS = ("auto", "cpu", "cuda", "reference")
 VALIDATE = ("full", "shape")
@@ -209,7 +210,9 @@ class Op:
         self._check_tables(problem, operands)
         self._plan: Any = None
         if self.target == "cpu":
-            self._plan = _cpu().plan(problem, *lengths, threads.resolved(context.num_threads), held_blocks, is_part)
+            self._plan = cpu_target().plan(
+                problem, *lengths, threads.resolved(context.num_threads), held_blocks, is_part
+            )
         else:
             threads.resolved(context.num_threads)
         self.out: Any = None
@@ -241,7 +244,7 @@ class Op:
         bound = self._bound  # read once: another thread may rebind
         if bound is not None:
             call, memory = bound
-            _cpu().run(self._plan, call, address, (buffer, memory), num_threads)
+            cpu_target().run(self._plan, call, address, (buffer, memory), num_threads)
         else:
             self._run_unbound(address, buffer, num_threads)
         if workspace is None:
@@ -254,7 +257,7 @@ class Op:
         dense, target = self._dense_operands(), unit_stride(out)
         lse = None if self.lse is None else describe(self.lse, "lse")
         if self.target == "cpu":
-            cpu = _cpu()
+            cpu = cpu_target()
             call = cpu.bind(self._plan, dense, target, lse.address if lse else 0)
             cpu.run(self._plan, call, workspace_address, (workspace, dense, target, self.lse), num_threads)
         else:
@@ -269,7 +272,7 @@ class Op:
         self._bound = None
         if self.target == "cpu" and o.out is not None and self._dense_operands() is o and unit_stride(o.out) is o.out:
             lse = describe(self.lse, "lse").address if self.lse is not None else 0
-            self._bound = _cpu().bind(self._plan, o, o.out, lse), (o, self.lse)
+            self._bound = cpu_target().bind(self._plan, o, o.out, lse), (o, self.lse)
 
     def rebind(
         self,
@@ -330,13 +333,6 @@ class Op:
         )
 
 
-def _cpu() -> Any:
-    """The CPU target, imported at its first use: it brings Numba, `import numba_prefix` does not."""
-    from numba_prefix.cpu import launch
-
-    return launch
-
-
 def _check_choice(name: str, given: Any, accepted: tuple[str, ...]) -> None:
     if not isinstance(given, str):
         raise TypeError(f"{name}: got {type(given).__name__}, expected one of {', '.join(map(repr, accepted))}")
@@ -361,7 +357,7 @@ def _choose_target(q: Tensor, context: Context) -> tuple[str, str]:
         raise ValueError(f"query: got memory on {q.device}, expected CPU memory for target {target!r}")
     _check_stream(context.stream, target)
     chosen = "asked for" if context.target == target else "query is in CPU memory"
-    how = _cpu().reason() if target == "cpu" else "float64 NumPy"
+    how = cpu_target().reason() if target == "cpu" else "float64 NumPy"
     return target, f"{chosen}; {how}"
 
 

@@ -122,6 +122,12 @@ class Soak:
         return f"resident memory grew by {self.growth_mb:.1f} MB" if self.growth_mb > FLAT_MB else ""
 
 
+def short() -> None:
+    """Too short to judge memory by."""
+    errors = Soak(2.0).run().errors
+    assert not errors, errors
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--minutes", type=float, default=20.0)

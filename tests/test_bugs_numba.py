@@ -13,16 +13,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from faults import ANY_LAYER, fault
+from layers import LAYERS, has_layer, library_path, under
 from processes import ROOT, TESTS, environment, finish, run_script, start
 
 CAP_DAC_OVERRIDE, PR_CAPBSET_DROP = 1, 24
 PACKAGE = ROOT / "numba_prefix"
 IS_LINUX = sys.platform.startswith("linux")
 pytestmark = pytest.mark.skipif(not IS_LINUX, reason="uses /proc, fork, capabilities and CPU affinity")
-
-
-def usable_cpus() -> int:
-    return len(os.sched_getaffinity(0)) if IS_LINUX else 1
 
 
 def outcome(output: str) -> dict[str, Any]:
@@ -38,34 +36,12 @@ def expected() -> str:
     return bits
 
 
-# --- D23, D24: threads -------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("layer", ["workqueue", "omp", "tbb"])
-def test_d23_calls_from_many_threads(layer: str) -> None:
-    """numba#8563, #9288: 8 threads x 50 calls are safe under every threading layer, which is never brought up."""
-    run_script("many_threads.py", env=environment(NUMBA_THREADING_LAYER=layer))
-
-
-@pytest.mark.parametrize("layer", ["workqueue", "omp"])
-def test_d23_beside_a_parallel_function_of_the_user(layer: str) -> None:
-    """A prange function of the user's runs at the same time: under workqueue a second user of the layer aborts."""
-    output = run_script("many_threads.py", "prange", env=environment(NUMBA_THREADING_LAYER=layer))
-    assert output.split()[-1] == layer
-
-
-def test_d23_fork_after_a_call() -> None:
-    """A process that has called forks (gunicorn, multiprocessing): the child's calls work, and the parent's."""
-    run_script("fork_after_call.py")
-
-
-TWO_CPUS = pytest.mark.skipif(usable_cpus() < 2, reason="one CPU: nobody to help")
+# --- D24: threads; D23 is in test_service.py, and in the cold start below ------------------------------------------------
 
 
 @pytest.mark.parametrize(
     ("mode", "changes"),
     [
-        pytest.param("per_call", {}, marks=TWO_CPUS),
         ("capped", {"NUMBA_NUM_THREADS": "1"}),
         ("many", {"NUMBA_NUM_THREADS": "64"}),
         ("mask", {}),
@@ -114,68 +90,101 @@ def read_only_install(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path
         path.chmod(0o755 if path.is_dir() else 0o644)
 
 
+def in_each_layer() -> str:
+    return "layers=" + ",".join(filter(has_layer, LAYERS))
+
+
 @pytest.fixture(scope="module")
 def uncached(read_only_install: Path) -> dict[str, Any]:
     """What one call does where no cache can be had."""
-    return outcome(finish(start_in(read_only_install, "--flags", NUMBA_CACHE_DIR=None)))
+    changes = {"NUMBA_CACHE_DIR": None, "LD_LIBRARY_PATH": library_path()}
+    return outcome(finish(start_in(read_only_install, "--flags", in_each_layer(), **changes)))
 
 
-def test_d25_read_only_install(uncached: dict[str, Any], read_only_install: Path, expected: str) -> None:
+@pytest.mark.parametrize("layer", LAYERS)
+def test_d25_read_only_install(layer: str, uncached: dict[str, Any], read_only_install: Path, expected: str) -> None:
     """numba#4908, #4032: nothing can be written anywhere: import and call work, uncached."""
-    assert uncached["where"] == str(read_only_install / "numba_prefix")
-    assert uncached["bits"] == expected
-    assert uncached["passes"] > 0
-    assert not list(read_only_install.rglob("__pycache__"))
+    with fault("nowhere", layer):
+        under(layer)
+        assert uncached["layers"][layer] == 0, f"exit status {uncached['layers'][layer]}"
+        assert uncached["where"] == str(read_only_install / "numba_prefix")
+        assert uncached["bits"] == expected
+        assert uncached["passes"] > 0
+        assert not list(read_only_install.rglob("__pycache__"))
 
 
-def test_d25_import_from_a_zip(tmp_path: Path, expected: str) -> None:
-    """The package in a zip archive, and a NUMBA_CACHE_DIR that cannot be written."""
-    archive, cache = tmp_path / "site.zip", tmp_path / "cache"
+@pytest.fixture(scope="module")
+def from_zip(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, Any], Path, Path]:
+    """The package in a zip archive, a NUMBA_CACHE_DIR that cannot be written, and Ctrl-C during the first call."""
+    top = tmp_path_factory.mktemp("zip")
+    archive, cache = top / "site.zip", top / "cache"
     with zipfile.ZipFile(archive, "w") as z:
         for path in PACKAGE.rglob("*"):
             if path.is_file() and "__pycache__" not in path.parts:
                 z.write(path, path.relative_to(ROOT))
     cache.mkdir(mode=0o555)
-    result = outcome(finish(start_in(archive, NUMBA_CACHE_DIR=str(cache))))
-    assert result["where"].startswith(str(archive)) and result["bits"] == expected
-    assert not list(cache.iterdir())
+    changes = {"NUMBA_CACHE_DIR": str(cache), "LD_LIBRARY_PATH": library_path()}
+    return outcome(finish(start_in(archive, "--interrupt", in_each_layer(), **changes))), archive, cache
+
+
+@pytest.mark.parametrize("layer", LAYERS)
+def test_d25_import_from_a_zip(layer: str, from_zip: tuple[dict[str, Any], Path, Path], expected: str) -> None:
+    result, archive, cache = from_zip
+    with fault("zip", layer):
+        under(layer)
+        assert result["layers"][layer] == 0, f"exit status {result['layers'][layer]}"
+        assert result["where"].startswith(str(archive)) and result["bits"] == expected
+        assert not list(cache.iterdir())
+
+
+def test_first_call_interrupted(from_zip: tuple[dict[str, Any], Path, Path], expected: str) -> None:
+    """From the import of Numba to the last compiler pass: each Ctrl-C was raised, and what it left was whole."""
+    with fault("ctrl_c_first"):
+        result = from_zip[0]
+        assert result["interrupted"] > 10
+        assert result["bits"] == expected and result["passes"] == 0
 
 
 @pytest.fixture(scope="module")
-def filled_cache(read_only_install: Path, tmp_path_factory: pytest.TempPathFactory, expected: str) -> Path:
-    """A NUMBA_CACHE_DIR that four processes found empty and filled at the same time, right results in each.
-
-    In one of them eight threads make the first call together (D23: numba#2804, #908).
-    """
+def filled_cache(read_only_install: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, str]]:
+    """A NUMBA_CACHE_DIR that a process per layer found empty and filled at the same time, in each eight threads that make
+    the first call together (D23: numba#2804, #908); and what each of them wrote."""
     cache = tmp_path_factory.mktemp("cache")
-    changes = {"NUMBA_CACHE_DIR": str(cache), "NUMBA_THREADING_LAYER": "workqueue"}
-    threads = start_in(read_only_install, script="many_threads.py", **changes)
-    for process in [start_in(read_only_install, NUMBA_CACHE_DIR=str(cache)) for _ in range(3)]:
-        result = outcome(finish(process, timeout=240))
-        assert result["bits"] == expected and result["passes"] > 0
-    finish(threads, timeout=240)
-    return cache
+    changes = {"NUMBA_CACHE_DIR": str(cache), "LD_LIBRARY_PATH": library_path(), "NUMBA_NUM_THREADS": "2"}
+    started = {
+        layer: start_in(
+            read_only_install, script="many_threads.py", **changes,
+            NUMBA_THREADING_LAYER=None if layer == ANY_LAYER else layer,
+        )
+        for layer in filter(has_layer, LAYERS)
+    }  # fmt: skip
+    said = {}
+    for layer, process in started.items():
+        try:
+            said[layer] = finish(process, timeout=240)
+        except AssertionError as error:
+            said[layer] = str(error)
+    return cache, said
+
+
+@pytest.mark.parametrize("layer", LAYERS)
+def test_d26_first_calls_at_once(layer: str, filled_cache: tuple[Path, dict[str, str]]) -> None:
+    with fault("cold", layer):
+        under(layer)
+        said = filled_cache[1][layer]
+        assert said == "right\n", said
 
 
 @pytest.mark.parametrize("threads", ["1", "16"])
 def test_d26_cold_start_of_several_processes(
-    filled_cache: Path, read_only_install: Path, expected: str, threads: str
+    filled_cache: tuple[Path, dict[str, str]], read_only_install: Path, expected: str, threads: str
 ) -> None:
     """numba#4807, #7518, and D25 with NUMBA_CACHE_DIR: what they left is used by the next, with any thread count."""
-    assert [path for path in filled_cache.rglob("*") if path.is_file()]
-    changes = {"NUMBA_CACHE_DIR": str(filled_cache), "NUMBA_NUM_THREADS": threads}
+    cache, _ = filled_cache
+    assert [path for path in cache.rglob("*") if path.is_file()]
+    changes = {"NUMBA_CACHE_DIR": str(cache), "NUMBA_NUM_THREADS": threads}
     result = outcome(finish(start_in(read_only_install, f"num_threads={threads}", **changes)))
     assert result["bits"] == expected and result["passes"] == 0
-
-
-def test_d26_damaged_cache(filled_cache: Path, read_only_install: Path, expected: str) -> None:
-    """numba#10128: files cut in half are noticed, and replaced by good ones."""
-    for path in filled_cache.rglob("*"):
-        if path.is_file():
-            os.truncate(path, path.stat().st_size // 2)
-    for is_compiled in (True, False):
-        result = outcome(finish(start_in(read_only_install, NUMBA_CACHE_DIR=str(filled_cache))))
-        assert result["bits"] == expected and (result["passes"] > 0) is is_compiled
 
 
 # --- D27, D30, D31: compilation ----------------------------------------------------------------------------------------
@@ -187,10 +196,24 @@ def test_d27_no_relaxed_arithmetic(uncached: dict[str, Any]) -> None:
     assert uncached["fastmath"] == [] and uncached["lines"] == []
 
 
-@pytest.mark.parametrize("variable", ["NUMBA_BOUNDSCHECK", "NUMBA_DISABLE_JIT"])
-def test_d30_other_ways_to_run(tmp_path: Path, variable: str) -> None:
+@pytest.fixture(scope="module", params=["NUMBA_BOUNDSCHECK", "NUMBA_DISABLE_JIT"])
+def variable(request: pytest.FixtureRequest) -> str:
+    return request.param
+
+
+@pytest.fixture(scope="module")
+def cache_of_variable(variable: str, tmp_path_factory: pytest.TempPathFactory) -> str:
+    """A cache of what is compiled with the variable set."""
+    return str(tmp_path_factory.mktemp(variable))
+
+
+@pytest.mark.parametrize("layer", LAYERS)
+def test_d30_other_ways_to_run(layer: str, variable: str, cache_of_variable: str) -> None:
     """numba#9638, #8028: with bounds checks, and with JIT switched off for the user's functions: the same answers."""
-    run_script("agree.py", "cpu", env=environment(NUMBA_CACHE_DIR=str(tmp_path), **{variable: "1"}))
+    dtypes = [] if layer == ANY_LAYER else ["float16"]
+    with fault(variable.removeprefix("NUMBA_").lower(), layer):
+        env = under(layer, NUMBA_CACHE_DIR=cache_of_variable, **{variable: "1"})
+        run_script("agree.py", "cpu", *dtypes, env=env)
 
 
 def test_d31_no_compilation_after_the_warm_up() -> None:

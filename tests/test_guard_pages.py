@@ -19,14 +19,21 @@ pytestmark = pytest.mark.skipif(sys.platform == "win32", reason="uses mprotect")
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_no_access_outside_a_buffer(kernel: str, dtype: str, kind: str) -> None:
     """query, key, value, block_tables, mask, slopes, out and the workspace, ending and beginning at a guard page."""
-    with fault(f"buffers between guard pages, read-only inputs: {kind}"):
+    with fault("guard"):
         run_script("guard_pages.py", kernel, dtype, kind)
 
 
 def test_random_problems_between_guard_pages(kernel: str) -> None:
     """A few seconds of the long form."""
-    with fault("buffers between guard pages, read-only inputs: random problems"):
+    with fault("guard"):
         assert run_script("guard_pages.py", kernel, "--minutes", 0.03).splitlines()[-1].endswith("problems")
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_the_other_operations(dtype: str) -> None:
+    """reshape_and_cache and merge_states read and write nothing beside their arrays."""
+    with fault("guard_others"):
+        run_script("guard_pages.py", "others", dtype)
 
 
 def test_the_guard_pages_guard() -> None:

@@ -23,13 +23,14 @@ from pathlib import Path
 
 import pytest
 from faults import fault
-from processes import SCRIPTS, TESTS, environment
+from layers import LAYERS, under
+from processes import SCRIPTS, TESTS
 
 pytestmark = pytest.mark.skipif(
     sys.platform == "win32" or importlib.util.find_spec("gunicorn") is None, reason="needs gunicorn"
 )
 CLIENTS, WORKERS = 4, 2
-SECONDS = float(os.environ.get("NUMBA_PREFIX_GUNICORN_SECONDS", "6"))
+SECONDS = float(os.environ.get("NUMBA_PREFIX_GUNICORN_SECONDS", "4"))
 MOST_REQUESTS = int(SECONDS * 1000)  # of each client
 # What gunicorn says of a worker that ended by itself in another way than it was asked to.
 SIGNALLED = re.compile(r"Worker \(pid:(\d+)\) was sent (\w+)!")
@@ -79,14 +80,14 @@ def free_port() -> int:
 
 
 @contextlib.contextmanager
-def server(port: int, log: Path) -> Iterator[subprocess.Popen[bytes]]:
+def server(port: int, log: Path, env: dict[str, str]) -> Iterator[subprocess.Popen[bytes]]:
     options = {"bind": f"127.0.0.1:{port}", "workers": WORKERS, "threads": 4, "timeout": 20, "graceful-timeout": 10}
     arguments = [f"--{name}={value}" for name, value in options.items()]
     with log.open("wb") as file:
         process = subprocess.Popen(
             [sys.executable, "-X", "faulthandler", "-m", "gunicorn", "--preload", "--worker-class=gthread", *arguments]
             + ["--config=/dev/null", f"--pythonpath={SCRIPTS},{TESTS}", "wsgi_app:application"],
-            env=environment(GUNICORN_CMD_ARGS=None), stdout=file, stderr=subprocess.STDOUT, cwd=log.parent,
+            env=env, stdout=file, stderr=subprocess.STDOUT, cwd=log.parent,
         )  # fmt: skip
     try:
         wait_until_listening(process, port, log)
@@ -144,7 +145,8 @@ def lost_workers(log: str, killed: dict[int, str]) -> list[str]:
     return lost
 
 
-def test_workers_killed_under_load(tmp_path: Path) -> None:
+@pytest.mark.parametrize("layer", LAYERS)
+def test_workers_killed_under_load(tmp_path: Path, layer: str) -> None:
     """Every answer has the right bits; no worker ends but by our signals; the master ends cleanly."""
     sys.path.insert(0, str(SCRIPTS))
     try:
@@ -155,11 +157,9 @@ def test_workers_killed_under_load(tmp_path: Path) -> None:
     port, log = free_port(), tmp_path / "gunicorn.log"
     killed: dict[int, str] = {}
     counts: dict[str, int] = {}
-    with fault(
-        "gunicorn (preload, threads): workers killed and replaced under load",
-        outcome="every answer right, no worker lost but by our signals",
-    ):
-        with server(port, log) as master:
+    with fault("gunicorn", layer):
+        env = under(layer, GUNICORN_CMD_ARGS=None, HOST_HAS_PARALLEL_REGION="1")
+        with server(port, log, env) as master:
             stop, end = threading.Event(), time.monotonic() + SECONDS
             clients = [threading.Thread(target=load.client, args=(port, seed, end)) for seed in range(CLIENTS)]
             other = threading.Thread(target=disturb, args=(master.pid, log, stop, killed, counts))

@@ -87,10 +87,11 @@ class KernelCache:
     def load_overload(self, sig: Any, target_context: Any) -> Any:
         try:
             target_context.refresh()
-            path = self._path(sig, target_context.codegen())
+            key = self._key(sig, target_context.codegen())
+            path = self._path(key)
             content = _read_trusted(path) if path is not None else b""
             digest, payload = content[:DIGEST_BYTES], content[DIGEST_BYTES:]
-            if path is None or not payload or _digest(path, payload) != digest:
+            if not payload or hashlib.sha256(key + payload).digest() != digest:
                 return None
             return CompileResult._rebuild(target_context, *pickle.loads(payload))
         except Exception:  # whatever is wrong with a cache file, compiling is the answer
@@ -98,7 +99,8 @@ class KernelCache:
 
     def save_overload(self, sig: Any, result: Any) -> None:
         try:
-            path = self._path(sig, result.codegen)
+            key = self._key(sig, result.codegen)
+            path = self._path(key)
             if path is None or result.library.has_dynamic_globals:
                 return
             payload = dumps(result._reduce())
@@ -108,7 +110,7 @@ class KernelCache:
             handle = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | getattr(os, "O_BINARY", 0), 0o644)
             try:
                 with os.fdopen(handle, "wb") as file:
-                    file.write(_digest(path, payload) + payload)
+                    file.write(hashlib.sha256(key + payload).digest() + payload)
                 os.replace(temporary, path)  # whole or not at all, whoever else writes
             except BaseException:
                 os.unlink(temporary)
@@ -116,17 +118,13 @@ class KernelCache:
         except Exception:  # no directory, no room, no permission: the kernel is compiled, which is what matters
             return
 
-    def _path(self, sig: Any, codegen: Any) -> Path | None:
+    def _key(self, sig: Any, codegen: Any) -> bytes:
+        """All that a file's code depends on. Its digest covers this too: code under another kernel's name is not loaded."""
+        return repr((source_digest(), self.name, str(sig), codegen.magic_tuple())).encode()
+
+    def _path(self, key: bytes) -> Path | None:
         directory = cache_directory()
-        if directory is None:
-            return None
-        key = repr((source_digest(), self.name, str(sig), codegen.magic_tuple()))
-        return directory / f"{self.name}-{hashlib.sha256(key.encode()).hexdigest()[:32]}.bin"
-
-
-def _digest(path: Path, payload: bytes) -> bytes:
-    """Of the name too: a file under another's name holds code for another kernel or CPU."""
-    return hashlib.sha256(path.name.encode() + payload).digest()
+        return directory and directory / f"{self.name}-{hashlib.sha256(key).hexdigest()[:32]}.bin"
 
 
 def _read_trusted(path: Path) -> bytes:

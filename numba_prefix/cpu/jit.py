@@ -2,17 +2,23 @@
 
 from __future__ import annotations
 
-import os
-from collections.abc import Callable
+import atexit
+import contextlib
+import functools
+import threading
+import time
+from collections.abc import Callable, Iterator
 from typing import Any
 
-from numba.core import config
+from llvmlite.binding import ffi
+from numba.core import config, event
 from numba.core.compiler_lock import global_compiler_lock
 from numba.core.registry import CPUDispatcher
 from numba.extending import register_jitable
 
 from numba_prefix import masks, softmax, tiling
 from numba_prefix.cpu.cache import KernelCache
+from numba_prefix.uninterrupted import keep_over_forks
 
 # error_model: an integer division is one instruction, no branch that raises. No fastmath: infinities and NaN are real here.
 # boundscheck is off whatever the environment says: indices come from the validated plan.
@@ -24,7 +30,7 @@ class Kernel(CPUDispatcher):
     """A kernel is compiled even where NUMBA_DISABLE_JIT asks for Python: there is no Python version of it to debug."""
 
     def compile(self, sig: Any) -> Any:
-        with global_compiler_lock:
+        with global_compiler_lock, _ended_by_exit():
             disabled, config.DISABLE_JIT = config.DISABLE_JIT, 0
             try:
                 return super().compile(sig)
@@ -32,13 +38,49 @@ class Kernel(CPUDispatcher):
                 config.DISABLE_JIT = disabled
 
 
-# A fork while another thread compiles would leave the lock held for ever in the child: it waits until that is done.
-if hasattr(os, "register_at_fork"):
-    os.register_at_fork(
-        before=global_compiler_lock.acquire,
-        after_in_parent=global_compiler_lock.release,
-        after_in_child=global_compiler_lock.release,
-    )
+class _StopAtExit(event.Listener):
+    """At the end of the interpreter a compilation stops at its next pass: taking LLVM down while a thread is inside it
+    crashes."""
+
+    def __init__(self) -> None:
+        self.threads: set[int] = set()
+        self.is_exiting = False
+
+    def on_start(self, _: Any) -> None:
+        if self.is_exiting and threading.get_ident() in self.threads:
+            raise SystemExit  # ends a thread without a word
+
+    def on_end(self, _: Any) -> None: ...
+
+    def exit(self) -> None:
+        self.is_exiting = True
+        while self.threads:
+            time.sleep(0.01)
+
+
+_at_exit = _StopAtExit()
+
+
+@functools.cache
+def _register_at_exit() -> None:
+    """At the first compilation, not earlier: what is registered last is called first, and Numba cleans up too."""
+    atexit.register(_at_exit.exit)
+
+
+@contextlib.contextmanager
+def _ended_by_exit() -> Iterator[None]:
+    _register_at_exit()
+    me = threading.get_ident()
+    with event.install_listener("numba:run_pass", _at_exit):
+        _at_exit.threads.add(me)
+        try:
+            yield
+        finally:
+            _at_exit.threads.discard(me)
+
+
+keep_over_forks(global_compiler_lock)
+keep_over_forks(getattr(ffi.lib, "_lock", contextlib.nullcontext()))  # LLVM's own, taken within it and without it
 
 
 def kernel(function: Callable[..., Any]) -> Any:

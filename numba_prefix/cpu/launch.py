@@ -22,6 +22,7 @@ from numba_prefix.cpu.threads import capped
 from numba_prefix.held import add_runs
 from numba_prefix.masks import MaskType
 from numba_prefix.problem import Operands, Problem
+from numba_prefix.uninterrupted import uninterrupted
 from numba_prefix.workspace import ALIGNMENT, Layout, workspace_layout
 
 count_work = kernel(tiling.count_work)
@@ -53,6 +54,23 @@ def reason() -> str:
     return f"path {isa_path()} on {cpu_name()}"
 
 
+@functools.cache
+def make_ready() -> None:
+    """Have the kernels compiled, or loaded, and all done that Numba does at a first call of any."""
+    uninterrupted(_call_without_work)
+
+
+def _call_without_work() -> None:
+    call, factors = np.zeros(c.CALL_LENGTH, np.int64), np.zeros(c.FACTORS_LENGTH, np.float32)
+    sequences = np.zeros((0, tiling.SEQUENCE_COLUMNS), np.int64)
+    runs, work = (np.zeros((0, columns), np.int64) for columns in (tiling.RUN_COLUMNS, tiling.WORK_COLUMNS))
+    totals = np.zeros(3 + tiling.COST_BUCKETS, np.int64)
+    count_work(sequences, runs, 1, 1, True, totals)
+    fill_work(sequences, runs, 1, 1, 1, True, totals, work)
+    drain(call, factors, sequences, runs, work, 0, 0)
+    reason()
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class CpuPlan:
     """Everything about a run that depends neither on where the arrays are nor on what they hold."""
@@ -80,6 +98,7 @@ def plan(
 ) -> CpuPlan:
     """Lengths are int64 [batch], held_blocks bool [batch, max_block_num] (None: all), checked. is_part: lse leaves out what
     held.part_shift says."""
+    make_ready()
     sequences = np.empty((problem.batch, tiling.SEQUENCE_COLUMNS), np.int64)
     np.cumsum(q_len, out=sequences[:, tiling.Q_BEGIN])
     sequences[:, tiling.Q_BEGIN] -= q_len

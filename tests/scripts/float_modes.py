@@ -42,7 +42,7 @@ def flushing() -> None:
     same_with_helpers("a thread that flushes, helpers that it started")
 
 
-assert run(CASE, "cpu", num_threads=1).max() > 0
-in_thread(flushing)
-same_with_helpers("an ordinary thread, helpers started by one that flushes")
-print("right")
+def main() -> None:
+    assert run(CASE, "cpu", num_threads=1).max() > 0
+    in_thread(flushing)
+    same_with_helpers("an ordinary thread, helpers started by one that flushes")

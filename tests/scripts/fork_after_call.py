@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import os
-import sys
 import threading
+from typing import Any
 
 from cases import make_case, run, same_bits
 
 CASE = make_case([200, 100], [300, 400], head_num=8, head_size=64)
-expected = run(CASE, "cpu", num_threads=2)
 
 
-def child() -> None:
+def child(expected: Any) -> None:
     for threads in (2, 1, 4):
         same_bits(run(CASE, "cpu", num_threads=threads), expected)
     thread = threading.Thread(target=run, args=(CASE, "cpu"))
@@ -20,12 +19,12 @@ def child() -> None:
     thread.join()
 
 
-def fork() -> None:
+def fork(expected: Any) -> None:
     pid = os.fork()
     if pid == 0:
         status = 1
         try:
-            child()
+            child(expected)
             status = 0
         finally:
             os._exit(status)
@@ -33,24 +32,22 @@ def fork() -> None:
     same_bits(run(CASE, "cpu", num_threads=2), expected)
 
 
-for _ in range(3):
-    fork()
+def main() -> None:
+    """Three times at rest, and five times while another thread is in the middle of a call."""
+    expected = run(CASE, "cpu", num_threads=2)
+    for _ in range(3):
+        fork(expected)
+    stop = threading.Event()
 
-# And while another thread is in the middle of a call.
-stop = threading.Event()
+    def busy() -> None:
+        while not stop.is_set():
+            run(CASE, "cpu", num_threads=2)
 
-
-def busy() -> None:
-    while not stop.is_set():
-        run(CASE, "cpu", num_threads=2)
-
-
-other = threading.Thread(target=busy)
-other.start()
-try:
-    for _ in range(5):
-        fork()
-finally:
-    stop.set()
-    other.join()
-sys.exit(0)
+    other = threading.Thread(target=busy)
+    other.start()
+    try:
+        for _ in range(5):
+            fork(expected)
+    finally:
+        stop.set()
+        other.join()

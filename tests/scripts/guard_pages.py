@@ -2,21 +2,26 @@
 
 guard_pages.py TARGET [DTYPE KIND]: KIND is decode, prefill or strided; without, some of everything.
 guard_pages.py TARGET --minutes N: random problems for so long.
+guard_pages.py others DTYPE…: reshape_and_cache and merge_states.
 The case that is running is the last line printed, for whoever has to explain a SIGSEGV.
 """
 
 from __future__ import annotations
 
+import itertools
 import random
 import sys
 import time
+from collections.abc import Sequence
 from typing import Any
+from unittest import mock
 
 import numpy as np
 from cases import DTYPES, MASK_FORMS, Case, make_case, run, same_bits, with_mask
 from fences import fence, fenced, fenced_bytes
 
 import numba_prefix as nbp
+from numba_prefix import front, paged
 
 HEAD_SIZES = (1, 16, 72, 128, 256)
 # Query and key lengths: single tokens, some over pages that are exactly full, one long enough to be split; and chunks.
@@ -35,6 +40,15 @@ def both_phases(case: Case, out: np.ndarray, is_at_end: bool) -> None:
     nbp.self_attention_prefix_encoder(workspace, size, op)
 
 
+def fenced_like(is_at_end: bool) -> Any:
+    """What the package allocates its outputs with, beside a fence and filled with NaN."""
+
+    def empty_like(_: Any, shape: tuple[int, ...], dtype: str) -> np.ndarray:
+        return fenced(np.full(shape, np.nan, DTYPES[dtype]), is_at_end)
+
+    return empty_like
+
+
 def check(case: Case, target: str, *, what: str = "") -> None:
     print(
         what,
@@ -50,13 +64,43 @@ def check(case: Case, target: str, *, what: str = "") -> None:
     for is_at_end in (True, False):
         inside = fence(case, is_at_end)
         out = fenced(np.full(case.query.shape, np.nan, case.query.dtype), is_at_end)
-        _, lse = run(inside, target, return_lse=True, out=out)
+        with mock.patch.object(front, "empty_like", fenced_like(is_at_end)):
+            _, lse = run(inside, target, return_lse=True, out=out)
         same_bits(out, expected)
         same_bits(lse, expected_lse)
         out = fenced(np.full(case.query.shape, np.nan, case.query.dtype), is_at_end)
         if target == "cpu":
             both_phases(inside, out, is_at_end)
             same_bits(out, expected)
+
+
+def quick(target: str) -> None:
+    """A few seconds of at_random, and what its problems do not reach for."""
+    at_random(target, 2.0)
+    strided(target, "float16", head_sizes=(16,))
+
+
+def others(dtype_names: Sequence[str] = tuple(DTYPES)) -> None:
+    """reshape_and_cache and merge_states: every array beside a fence, inputs in pages that cannot be written."""
+    rng = np.random.default_rng(0)
+    for dtype, is_at_end in itertools.product(dtype_names, (True, False)):
+        to = DTYPES[dtype]
+        new = [rng.standard_normal((7, 3, 33)).astype(to) for _ in range(2)]
+        caches = [fenced(np.zeros((3, 5, 3, 33), to), is_at_end) for _ in range(2)]
+        slots = fenced(np.array([0, 14, -1, 3, 7, 14, 8], np.int32), is_at_end, is_read_only=True)
+        nbp.reshape_and_cache(*(fenced(x, is_at_end, is_read_only=True) for x in new), *caches, slots)
+        for rows, cache in zip(new, caches, strict=True):
+            expected = np.zeros_like(cache).reshape(15, 3, 33)
+            for token in (0, 3, 4, 5, 6):
+                expected[slots[token]] = rows[token]
+            same_bits(cache.reshape(15, 3, 33), expected)
+        outs = [rng.standard_normal((5, 4, 17)).astype(to) for _ in range(2)]
+        sums = [rng.standard_normal((5, 4)).astype(np.float32) for _ in range(2)]
+        states = [x for pair in zip(outs, sums, strict=True) for x in pair]
+        with mock.patch.object(paged, "empty_like", fenced_like(is_at_end)):
+            merged = nbp.merge_states(*(fenced(x, is_at_end, is_read_only=True) for x in states))
+        for got, wanted in zip(merged, nbp.merge_states(*states), strict=True):
+            same_bits(got, wanted)
 
 
 def some_of_everything(target: str) -> None:
@@ -82,9 +126,9 @@ def every_kind(target: str, dtype: str, kind: str) -> None:
                 check(with_mask(case, form, mask_dtype=dtype if head_size == 16 else "float32"), target, what=kind)
 
 
-def strided(target: str, dtype: str) -> None:
+def strided(target: str, dtype: str, head_sizes: Sequence[int] = HEAD_SIZES) -> None:
     """The same elements in rows further apart, heads before tokens, backwards, and all pages one page."""
-    for head_size in HEAD_SIZES:
+    for head_size in head_sizes:
         case = make_case([5, 1], [21, 32], head_num=4, kv_head_num=2, head_size=head_size, dtype=dtype, spare=0, tail=0)
         expected = run(case, target)
         for is_at_end in (True, False):
@@ -136,7 +180,9 @@ def at_random(target: str, seconds: float) -> None:
 
 if __name__ == "__main__":
     target, *which = sys.argv[1:]
-    if not which:
+    if target == "others":
+        others(which)
+    elif not which:
         some_of_everything(target)
     elif which[0] == "--minutes":
         at_random(target, 60 * float(which[1]))

@@ -1,5 +1,5 @@
-"""interrupted.py MODE: long calls that something ends. The exception comes soon, the next call is right, and so are those
-that other threads make meanwhile.
+"""Long calls that something ends. The exception comes soon, the next call is right, and so are those that other threads
+make meanwhile.
 
 ctrl_c: SIGINT. alarm: an exception of a signal handler, as servers use for time limits. async: an exception set in one
 thread by another. bad_ids: an error of one thread's arguments. exit: the interpreter ends while daemon threads compute.
@@ -10,7 +10,6 @@ from __future__ import annotations
 import ctypes
 import os
 import signal
-import sys
 import threading
 import time
 from collections.abc import Callable
@@ -23,22 +22,28 @@ from cases import make_case, run, same_bits
 import numba_prefix as nbp
 
 SMALL = make_case([90, 1], [300, 700], head_num=8, kv_head_num=4, head_size=64, dtype="float16")
+VISIT = make_case([600], [1200], head_num=8, head_size=128, dtype="float16")  # 2.2 GFLOP: launch.FLOPS_PER_VISIT
 SOON = 2.0
-expected = run(SMALL, "cpu", num_threads=1)
+expected: list[Any] = []
+
+
+def next_call_is_right() -> None:
+    same_bits(run(SMALL, "cpu", num_threads=2), expected[0])
 
 
 class TimeLimit(Exception): ...
 
 
-def long_call(num_threads: int, rows: int = 4096, tokens: int = 1 << 17) -> Callable[[], None]:
+def long_call(num_threads: int, rows: int = 4096, tokens: int = 1 << 17, batch: int = 1) -> Callable[[], None]:
     """A minute of work or more in little memory: all pages of the table are one page."""
     rng = np.random.default_rng(0)
-    query = rng.standard_normal((rows, 16, 128)).astype(np.float16)
+    query = rng.standard_normal((batch * rows, 16, 128)).astype(np.float16)
     page = rng.standard_normal((1, 128, 1, 128)).astype(np.float16)
-    table = np.zeros((1, tokens // 128), np.int32)
+    table = np.zeros((batch, tokens // 128), np.int32)
 
     def call() -> None:
-        nbp.prefix_encoder(query, page, page, table, [rows], [tokens], num_threads=num_threads, target="cpu")
+        lengths = [rows] * batch, [tokens] * batch
+        nbp.prefix_encoder(query, page, page, table, *lengths, num_threads=num_threads, target="cpu")
         raise AssertionError("the long call came to its end")
 
     return call
@@ -47,7 +52,8 @@ def long_call(num_threads: int, rows: int = 4096, tokens: int = 1 << 17) -> Call
 def ended_by(
     error: type[BaseException], start: Callable[[], Any], call: Callable[[], None], limit: float = SOON
 ) -> None:
-    """start() has `error` raised in this thread 0.3 s later."""
+    """start() has `error` raised in this thread 0.3 s later. On a machine that others use too, it may take longer."""
+    limit += 4 * seconds_of_a_visit()
     begin = time.perf_counter()
     start()
     try:
@@ -55,14 +61,21 @@ def ended_by(
     except error:
         took = time.perf_counter() - begin - 0.3
         assert took < limit, f"{error.__name__} {took} s late"
-    same_bits(run(SMALL, "cpu", num_threads=2), expected)
+    next_call_is_right()
+
+
+def seconds_of_a_visit() -> float:
+    """How long a thread now is inside compiled code before it looks at signals, about."""
+    begin = time.perf_counter()
+    run(VISIT, "cpu", num_threads=1)
+    return time.perf_counter() - begin
 
 
 def others(stop: threading.Event, failures: list[BaseException]) -> list[threading.Thread]:
     def work() -> None:
         try:
             while not stop.is_set():
-                same_bits(run(SMALL, "cpu", num_threads=2), expected)
+                next_call_is_right()
         except BaseException as error:
             failures.append(error)
 
@@ -94,10 +107,11 @@ def bad_ids() -> None:
     for _ in range(20):
         with pytest.raises(ValueError, match="block_tables"):
             run(SMALL, "cpu", block_tables=SMALL.block_tables + 1000)
-        same_bits(run(SMALL, "cpu", num_threads=2), expected)
+        next_call_is_right()
 
 
 def main(mode: str) -> None:
+    expected[:] = [run(SMALL, "cpu", num_threads=1)]
     if mode == "exit":
         for n in (1, 2):
             threading.Thread(target=long_call(n), daemon=True).start()
@@ -114,14 +128,9 @@ def main(mode: str) -> None:
             limit = SOON * 3 if beside else SOON  # other threads have their part of the CPUs
             for num_threads in (1, 2):
                 ended_by(error, start, long_call(num_threads), limit)
-            ended_by(error, start, long_call(2, rows=1, tokens=1 << 27), limit)  # one decoded token, split
-            ended_by(error, start, long_call(1, rows=64, tokens=1 << 20), limit)
+            ended_by(error, start, long_call(2, rows=1, tokens=1 << 22, batch=16), limit)  # decode, split
     finally:
         stop.set()
         for thread in beside:
             thread.join()
     assert not failures, failures[0]
-
-
-main(sys.argv[1])
-print("right")

@@ -1,14 +1,11 @@
-"""Eight threads behind a barrier, fifty calls each, the first one perhaps not compiled yet; then, with "prange", the same
-beside a parallel function of the user's own."""
+"""Eight threads behind a barrier, fifty calls each, the first one perhaps not compiled yet; then the same beside a parallel
+function of the host's own."""
 
 from __future__ import annotations
 
-import sys
 import threading
 from concurrent.futures import ThreadPoolExecutor
 
-import numba
-import numpy as np
 from cases import assert_close, make_case, run, same_bits
 
 THREADS, CALLS = 8, 50
@@ -35,35 +32,31 @@ def together() -> None:
 
 
 together()
+
+import numba  # noqa: E402
+
 try:
     used = numba.threading_layer()
 except ValueError:
     used = None
 assert used is None, f"the package brought up Numba's threading layer {used}"
 
-if "prange" in sys.argv:
+from hosts import ONES, bring_up, hosts_own  # noqa: E402
 
-    @numba.njit(parallel=True)
-    def users_own(x: np.ndarray) -> float:
-        total = 0.0
-        for i in numba.prange(x.size):
-            total += x[i]
-        return total
+bring_up()
+stop, calls = threading.Event(), []
 
-    ones, stop = np.ones(100_000), threading.Event()
-    assert users_own(ones) == 100_000.0
-    calls = 0
 
-    def busy() -> None:
-        global calls
-        while not stop.is_set():
-            assert users_own(ones) == 100_000.0
-            calls += 1
+def busy() -> None:
+    while not stop.is_set():
+        assert hosts_own(ONES) == ONES.size
+        calls.append(1)
 
-    beside = threading.Thread(target=busy)
-    beside.start()
-    together()
-    stop.set()
-    beside.join()
-    assert calls > 1
-    print(numba.threading_layer())
+
+beside = threading.Thread(target=busy)
+beside.start()
+together()
+stop.set()
+beside.join()
+assert len(calls) > 1
+print("right")

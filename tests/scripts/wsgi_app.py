@@ -5,6 +5,7 @@ The problem was called once where this module is imported, which with gunicorn's
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -27,6 +28,10 @@ def answer(case: Case, threads: int) -> bytes:
 
 PROBLEMS = [problem(number) for number in range(12)]
 answer(PROBLEMS[0], 2)
+if "HOST_HAS_PARALLEL_REGION" in os.environ:
+    from hosts import bring_up
+
+    bring_up()
 
 
 def application(environ: dict[str, Any], start_response: Callable[..., Any]) -> Iterable[bytes]:

@@ -1,0 +1,91 @@
+"""service.py FOLDER FAULT…: what happens to a service, each fault in a process of its own, forked before anything was
+called, whose host has had a parallel region under $NUMBA_THREADING_LAYER. Prints a JSON line per fault: its name, "status"
+(an exit status, minus a signal, or "hung"), "seconds" of CPU time, and what the process wrote."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import json
+import os
+import signal
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+LIMIT = 60.0
+# Fault: module and function, with its arguments.
+FAULTS: dict[str, tuple[Any, ...]] = {
+    "no_trace": ("no_trace", "main"),
+    "pool": ("host_pool", "main"),
+    "per_call": ("thread_caps", "per_call"),
+    "soak": ("soak", "short"),
+    "denormals": ("float_modes", "main"),
+    "fork": ("children", "main", "fork"),
+    "spawn": ("children", "main", "spawn"),
+    "forkserver": ("children", "main", "forkserver"),
+    "loader": ("children", "loader", "fork"),
+    "fork_busy": ("fork_after_call", "main"),
+    "guard": ("guard_pages", "quick", "cpu"),
+    "guard_others": ("guard_pages", "others"),
+    "block_ids": ("bad_input", "block_ids"),
+    "arguments": ("bad_input", "senseless_arguments"),
+    "npz": ("bad_input", "damaged_files"),
+    "ctrl_c": ("interrupted", "main", "ctrl_c"),
+    "alarm": ("interrupted", "main", "alarm"),
+    "async": ("interrupted", "main", "async"),
+    "bad_ids": ("interrupted", "main", "bad_ids"),
+    "exit": ("interrupted", "main", "exit"),
+    "read_only": ("caches", "read_only"),
+    "full_disk": ("caches", "full_disk"),
+    "truncated": ("caches", "truncated"),
+    "foreign": ("caches", "foreign"),
+    "other_cpu": ("caches", "other_cpu"),
+    "ctrl_c_first": ("caches", "ctrl_c"),
+    "exit_first": ("caches", "exit"),
+}
+
+
+def begin(name: str, output: Path) -> None:
+    with output.open("wb") as file:
+        for descriptor in (1, 2):
+            os.dup2(file.fileno(), descriptor)
+    from hosts import bring_up
+
+    bring_up()
+    module, function, *arguments = FAULTS[name]
+    sys.exit(getattr(importlib.import_module(module), function)(*arguments))
+
+
+def end(pid: int) -> tuple[int | str, float]:
+    """Its status, and the CPU time that it took."""
+    limit = time.monotonic() + LIMIT
+    while time.monotonic() < limit:
+        done, status, usage = os.wait4(pid, os.WNOHANG)
+        if done:
+            return os.waitstatus_to_exitcode(status), usage.ru_utime + usage.ru_stime
+        time.sleep(0.02)
+    os.kill(pid, signal.SIGKILL)
+    os.waitpid(pid, 0)
+    return "hung", LIMIT
+
+
+def main(folder: str, *names: str) -> None:
+    import cases  # noqa: F401
+    import numba  # noqa: F401
+
+    with contextlib.suppress(ImportError):
+        import torch  # noqa: F401
+    for name in names:
+        output = Path(folder) / f"{name}.txt"
+        pid = os.fork()
+        if pid == 0:
+            return begin(name, output)  # and to the end of the interpreter
+        status, seconds = end(pid)
+        said = output.read_text(errors="replace")[-6000:]
+        print(json.dumps({"fault": name, "status": status, "seconds": seconds, "output": said}), flush=True)
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])
