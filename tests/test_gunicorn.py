@@ -30,7 +30,7 @@ pytestmark = pytest.mark.skipif(
     sys.platform == "win32" or importlib.util.find_spec("gunicorn") is None, reason="needs gunicorn"
 )
 CLIENTS, WORKERS = 4, 2
-SECONDS = float(os.environ.get("NUMBA_PREFIX_GUNICORN_SECONDS", "4"))
+SECONDS = float(os.environ.get("NUMBA_PREFIX_GUNICORN_SECONDS", "3"))
 MOST_REQUESTS = int(SECONDS * 1000)  # of each client
 # What gunicorn says of a worker that ended by itself in another way than it was asked to.
 SIGNALLED = re.compile(r"Worker \(pid:(\d+)\) was sent (\w+)!")
@@ -115,12 +115,12 @@ def workers_of(master: int) -> list[int]:
 
 
 def disturb(master: int, log: Path, stop: threading.Event, killed: dict[int, str], counts: dict[str, int]) -> None:
-    """Every 0.4 s: SIGKILL to a worker, SIGHUP to the master (which replaces all workers), or SIGTERM to a worker.
+    """Every 0.3 s: SIGKILL to a worker, SIGHUP to the master (which replaces all workers), or SIGTERM to a worker.
 
     A SIGHUP waits for the one before: the master queues them, and on a busy machine would be asked to end behind dozens.
     """
     for name in ("SIGKILL", "SIGHUP", "SIGKILL", "SIGTERM") * 1000:
-        if stop.wait(0.4):
+        if stop.wait(0.3):
             return
         if name == "SIGHUP" and log.read_text().count("Handling signal: hup") < counts.get(name, 0):
             continue
