@@ -16,7 +16,8 @@ if "pinned" in sys.argv:
 
 from cases import make_case, run, same_bits
 
-CASE = make_case([700, 700], [700, 1500], head_num=8, kv_head_num=8, head_size=128)
+CASE = make_case([1400, 1400], [1400, 3000], head_num=8, kv_head_num=8, head_size=128)
+STRAY = 2  # ticks of threads that end what they did before, and of the host's
 
 
 def ticks() -> dict[int, int]:
@@ -39,10 +40,10 @@ def per_call() -> None:
     _, expected = helpers_time()  # compiles
     for call in (lambda **o: helpers_time(**o), lambda **o: ThreadPoolExecutor(1).submit(helpers_time, **o).result()):
         spent, out = call(num_threads=1)
-        assert spent == 0, f"num_threads=1, and other threads spent {spent} ticks"
+        assert spent <= STRAY, f"num_threads=1, and other threads spent {spent} ticks"
         same_bits(out, expected)
         spent, out = call(num_threads=2)
-        assert spent > 0 or len(os.sched_getaffinity(0)) == 1, "num_threads=2, and nobody helped"
+        assert spent > STRAY or len(os.sched_getaffinity(0)) == 1, "num_threads=2, and nobody helped"
         same_bits(out, expected)
 
 
@@ -50,7 +51,7 @@ def main(mode: str) -> None:
     _, expected = helpers_time()  # compiles
     if mode == "capped":
         spent, out = helpers_time()
-        assert spent == 0, f"capped to one thread, and others spent {spent} ticks"
+        assert spent <= STRAY, f"capped to one thread, and others spent {spent} ticks"
         same_bits(out, expected)
     elif mode == "many":
         spent, out = helpers_time()
