@@ -224,7 +224,7 @@ def test_info_tells_the_cap(monkeypatch: pytest.MonkeyPatch, capsys: Any) -> Non
 @pytest.mark.parametrize("layer", LAYERS)
 def test_cap_in_a_service(layer: str) -> None:
     """In all threads, in plans made before and in forked children, with a quota where this process may set one."""
-    with fault("package-wide cap, num_threads and cgroup quota", layer), limited_to_one_cpu() as group:
+    with fault("capped", layer), limited_to_one_cpu() as group:
         options = {} if group is None else {"preexec_fn": joining(group)}
         env = under(layer) | {threads.VARIABLE: ""}
         output = finish(

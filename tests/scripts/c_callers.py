@@ -88,7 +88,8 @@ def ctrl_c() -> None:
     page = rng.standard_normal((1, 128, 1, 128)).astype(np.float16)
     table = np.zeros((1, tokens // 128), np.int32)
     case = Case(query, (), (), page, page, table, (rows,), (tokens,))
-    status, size, op = c_side.plan(c_side.problem(case, np.empty_like(query)))
+    arguments = c_side.problem(case, np.empty_like(query))  # kept: the operation writes to it
+    status, size, op = c_side.plan(arguments)
     assert status == Status.NO_ERROR, c_side.last_error()
     workspace = np.empty(size, np.uint8)
     threading.Timer(0.3, os.kill, (os.getpid(), signal.SIGINT)).start()
