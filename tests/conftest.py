@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import shutil
+import signal
 import tempfile
 from typing import Any
 
@@ -19,6 +20,10 @@ settings.register_profile("short", max_examples=10, derandomize=True, **_quiet)
 settings.register_profile("dev", max_examples=40, **_quiet)
 settings.register_profile("long", max_examples=1000, **_quiet)
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "ci" if os.environ.get("CI") else "dev"))
+
+# A shell ignores Ctrl-C in what it starts in the background, and so would every program that the tests start.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 # Set before the package and Numba are imported, so that this process and its children share what is compiled; never
 # a cache of an earlier session unless the caller names one.
