@@ -55,7 +55,6 @@ FAULTS = {
     "async": ("exception set in a thread during its call (soon; other threads right)", "that exception"),
     "bad_ids": ("bad arguments in one thread (other threads right)", "ValueError"),
     "capped": ("package-wide cap, num_threads and cgroup quota", RIGHT),
-    "corpus": ("inputs that fuzzing kept (atheris)", "documented exception or right result"),
     "no_trace": (
         "thread counts, environment, handlers, filters, numpy's error state, float mode afterwards",
         "unchanged",

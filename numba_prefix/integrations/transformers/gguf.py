@@ -30,7 +30,7 @@ def load(model: Path, dtype: str = "float32", attn_implementation: str = "numba_
     damaged file.
     """
     import torch
-    from transformers import AutoModelForCausalLM, AutoTokenizer
+    from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig
     from transformers.utils import logging
 
     bars = logging.is_progress_bar_enabled()
@@ -44,7 +44,10 @@ def load(model: Path, dtype: str = "float32", attn_implementation: str = "numba_
             }
             tokenizer = AutoTokenizer.from_pretrained(**where)
             network = AutoModelForCausalLM.from_pretrained(
-                **where, dtype=getattr(torch, dtype), attn_implementation=attn_implementation
+                **where,
+                quantization_config=GgufConfig(dequantize=True),
+                dtype=getattr(torch, dtype),
+                attn_implementation=attn_implementation,
             )
     finally:
         if bars:
