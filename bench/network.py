@@ -73,6 +73,12 @@ def batch(model: Any) -> Any:
     return [outputs[name].generated_tokens for name in sorted(outputs)]
 
 
+RUNS = {
+    f"prefill of {PREFILL_TOKENS} tokens": prefill,
+    f"generate_batch of {len(PROMPT_TOKENS)} prompts, {min(PROMPT_TOKENS)} to {max(PROMPT_TOKENS)} tokens": batch,
+}
+
+
 def measure(model: Any, run: Callable[[Any], Any], stopwatch: Stopwatch, rounds: int) -> dict[str, Any]:
     seconds: dict[str, list[dict[str, float]]] = {name: [] for name in CONTENDERS}
     for turn in range(rounds + 1):
@@ -115,26 +121,23 @@ def main() -> None:
     if not difference < 0.05:
         raise SystemExit(f"logits differ by {difference:.1%} of the largest: no figures")
     stopwatch = watch()
-    report = {
+    report: dict[str, Any] = {
         "torch": torch.__version__,
         "transformers": transformers.__version__,
         "threads": torch.get_num_threads(),
         "logits_difference": difference,
-        f"prefill of {PREFILL_TOKENS} tokens": measure(model, prefill, stopwatch, given.rounds),
-        f"generate_batch, {len(PROMPT_TOKENS)} prompts of {min(PROMPT_TOKENS)} to {max(PROMPT_TOKENS)} tokens": measure(
-            model, batch, stopwatch, given.rounds
-        ),
     }
+    print(", ".join(f"{name} {value}" for name, value in report.items()), flush=True)
+    for name, run in RUNS.items():
+        result = report[name] = measure(model, run, stopwatch, given.rounds)
+        ratios = result["times_sdpa"]
+        print(f"\n{name}: {ratios['all']:.2f}x SDPA, attention {ratios['attention']:.2f}x")
+        for contender, parts in result["median_seconds"].items():
+            print(
+                f"  {contender:<13}" + "".join(f"{part} {1e3 * s:8.1f} ms   " for part, s in parts.items()), flush=True
+            )
     if given.json:
         given.json.write_text(json.dumps(report, indent=2) + "\n")
-    print(f"{report['threads']} threads, torch {torch.__version__}, transformers {transformers.__version__}")
-    for name, result in report.items():
-        if isinstance(result, dict):
-            print(
-                f"\n{name}: {result['times_sdpa']['all']:.2f}x SDPA, attention {result['times_sdpa']['attention']:.2f}x"
-            )
-            for contender, parts in result["median_seconds"].items():
-                print(f"  {contender:<13}" + "".join(f"{part} {1e3 * s:8.1f} ms   " for part, s in parts.items()))
 
 
 if __name__ == "__main__":
