@@ -14,6 +14,7 @@ NEEDED = {
     "numba_prefix/data/sample.npz",
     "numba_prefix/__init__.py",
     "numba_prefix/cpu/kernel.py",
+    "numba_prefix/include/numba_prefix.h",
 }
 SOURCES = {"pyproject.toml", "README.md", "LICENSE", "tests/conftest.py", "bench/__init__.py"}
 INSTALLED = {"numba-prefix", "numba", "llvmlite", "numpy"}
