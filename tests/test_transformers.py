@@ -139,6 +139,22 @@ def test_chunks_of_a_prompt(kind: str) -> None:
     torch.testing.assert_close(torch.cat(parts, 1), expected, rtol=1e-4, atol=1e-4)
 
 
+def test_layers_with_different_caches_share_a_mask() -> None:
+    """Padded sequences, kv heads that differ from layer to layer, keys that are no cache: each is addressed its own way."""
+    from numba_prefix.integrations.transformers.attention import attend
+    from numba_prefix.integrations.transformers.mask import lengths_mask
+
+    padding = torch.tensor([[0, 0, 1, 1, 1, 1], [1, 1, 1, 1, 1, 1]])
+    mask = lengths_mask(2, 6, 6, attention_mask=padding)
+    for kv_heads in (1, 2, 4, 2):
+        q, k, v = (torch.randn(2, n, 6, 16) for n in (4, kv_heads, kv_heads))
+        expected = attend(q, k, v, lengths_mask(2, 6, 6, attention_mask=padding), 0.25)
+        assert torch.equal(attend(q, k, v, mask, 0.25), expected)
+        visible = padding.bool()[:, None, None] & torch.ones(6, 6).tril().bool()
+        eager = torch.nn.functional.scaled_dot_product_attention(q, k, v, visible, scale=0.25, enable_gqa=True)
+        torch.testing.assert_close(expected[padding.bool()], eager.transpose(1, 2)[padding.bool()])
+
+
 @pytest.mark.parametrize("lengths", [(23,), (5, 40, 19)], ids=["alone", "padded"])
 def test_static_cache(lengths: tuple[int, ...]) -> None:
     """Keys that are longer than what they hold."""

@@ -51,19 +51,21 @@ def attend(
     elif not isinstance(mask, LengthsMask):
         raise refuse("a mask of the caller's own")
     key, value = _same_spacing(key, value, mask.rows)
-    if mask.batch is None:
-        mask.batch = Batch(_tables(key, mask.rows), mask.rows.q_len, mask.rows.kv_len)
+    spacing = (_slots_apart(key) or 0) if _is_padded(mask.rows) else 0  # layers may differ in it: tables hold it
+    if spacing not in mask.batches:
+        mask.batches[spacing] = Batch(_tables(key, mask.rows), mask.rows.q_len, mask.rows.kv_len)
+    layer_batch = mask.batches[spacing]
     key, value = _pages(key, mask.rows), _pages(value, mask.rows)
     tokens = query.transpose(1, 2)
     if min(mask.rows.q_len, default=0) == q_length:
         out = torch.empty((batch * q_length, heads, head_size), dtype=query.dtype, device=query.device)
-        mask.batch.run(tokens.reshape(out.shape), key, value, out, qk_scale, slopes)
+        layer_batch.run(tokens.reshape(out.shape), key, value, out, qk_scale, slopes)
     else:
         rows = mask.rows.indices(q_length)
         packed = tokens[rows]
         out = torch.zeros((batch, q_length, heads, head_size), dtype=query.dtype, device=query.device)
         packed_out = torch.empty_like(packed)
-        mask.batch.run(packed, key, value, packed_out, qk_scale, slopes)
+        layer_batch.run(packed, key, value, packed_out, qk_scale, slopes)
         out[rows] = packed_out
     return out.view(batch, q_length, heads, head_size)
 

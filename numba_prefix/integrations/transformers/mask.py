@@ -49,7 +49,7 @@ class LengthsMask:
         self.rows = rows
         self.shape = (len(rows.q_len), 1, q_length, kv_length)
         self.device = device
-        self.batch: Batch | None = None  # made by the first layer; the others take it over
+        self.batches: dict[int, Batch] = {}  # by the spacing of a cache; made by the first layer, taken over by others
 
     def to(self, *arguments: Any, **options: Any) -> LengthsMask:
         """A model may move its mask, or cast it: what it carries stays."""
