@@ -81,6 +81,10 @@ class Problem:
         """Query heads per kv head."""
         return self.head_num // self.kv_head_num
 
+    @property
+    def is_causal(self) -> bool:
+        return self.mask_type is not MaskType.NONE
+
 
 _problem = lru_cache(maxsize=256)(Problem)
 

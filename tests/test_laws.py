@@ -41,6 +41,7 @@ def names(path: Path, *prefixes: str) -> set[str]:
         "problem",
         "lengths",
         "held",
+        "planning",
         "buffers",
         "workspace",
         "arrays",
