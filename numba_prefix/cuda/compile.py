@@ -1,7 +1,8 @@
 """From a kernel's Python function to a cubin, without driver, GPU or C++ toolchain; and all jit options of this target.
 
-Numba makes NVVM's code, NVVM makes PTX, nvJitLink makes a cubin. Drivers get cubins, not PTX: those of the toolkit's own
-release and newer ones load them, whatever PTX version they know.
+Numba and NVVM make LTO-IR, nvJitLink makes a cubin of it, and the PTX on the way for whoever wants to read it. Not by way of
+PTX: what nvJitLink gets as PTX it compiles for a link with code to come, which took up to 210 registers instead of 127.
+Drivers get cubins, not PTX: those of the toolkit's own release and newer ones load them, whatever PTX version they know.
 """
 
 from __future__ import annotations
@@ -32,6 +33,8 @@ MIN_CC = (7, 5)
 # it would flush denormals everywhere and replace division and square root by approximations; products and sums are
 # contracted to fma without it. Kernels write what may be approximate (ex2) as such.
 OPTIONS = {"debug": False, "opt": True, "lineinfo": False, "fastmath": False}
+# Its defaults are those of OPTIONS (spelling them out is refused).
+LINK_OPTIONS = {"link_time_optimization": True, "ptxas_options": ["-v"]}
 # Inlined as Numba's IR: other device functions are compiled for "the current device", which asks for a driver.
 DEVICE_OPTIONS = {**OPTIONS, "device": True, "inline": "always", "lto": False}
 
@@ -80,82 +83,81 @@ def source_of(spec: KernelSpec) -> Source:
 
 def _compile(spec: KernelSpec, cc: tuple[int, int]) -> Compiled:
     with _work:
-        toolchain()
+        tools = toolchain()
+        if cc not in tools.compute_capabilities:
+            raise TargetUnavailableError(
+                f"target: got 'cuda' and compute capability {cc[0]}.{cc[1]}, expected one that the compiler installed here "
+                f"knows: {', '.join(f'{major}.{minor}' for major, minor in tools.compute_capabilities)}"
+            )
         source = source_of(spec)
-        ptx = _ptx(source, cc)
+        code = _lto_ir(source, cc)
         _work.check()
-        cubin, log = _link(ptx, cc)
-    found = _resources(log)
+        cubin, log = _link(code, cc, "cubin")
+        _work.check()
+        ptx = _link(code, cc, "ptx")[0].rstrip(b"\0").decode()
+    (name,) = re.findall(r"\.entry\s+(\w+)", ptx)
     return Compiled(
-        name=source.name,
+        name=name,
         cc=cc,
         cubin=cubin,
         threads=source.threads,
         shared_bytes=source.shared_bytes,
         block_m=source.block_m,
         block_n=source.block_n,
-        mma_count=len(re.findall(r"^\s*(?:@!?%\w+\s+)?(?:mma|wgmma)\.", ptx, re.MULTILINE)),
+        mma_count=len(re.findall(r"^\s*(?:@!?%\w+\s+)?(?:mma|wgmma\.mma_async)\.", ptx, re.MULTILINE)),
         ptx=ptx,
-        **found,
+        **_resources(log),
     )
 
 
-def _ptx(source: Source, cc: tuple[int, int]) -> str:
-    """The same text for the same source, in every process."""
+def _lto_ir(source: Source, cc: tuple[int, int]) -> bytes:
     tools = toolchain()
     types, config = tools.types, tools.config
     call, factors = types.UniTuple(types.int64, CALL_LENGTH), types.UniTuple(types.float32, FACTORS_LENGTH)
     forced, config.FORCE_CUDA_CC = config.FORCE_CUDA_CC, None
     try:
-        ptx, _ = tools.cuda.compile(
+        code, _ = tools.cuda.compile(
             source.function,
             types.void(call, factors),
             device=False,
             abi="numba",
+            abi_info={"abi_name": source.name},  # Numba's own counts what the process compiled before
             cc=cc,
-            output="ptx",
+            output="ltoir",
             launch_bounds=source.threads,
             **OPTIONS,
         )
     finally:
         config.FORCE_CUDA_CC = forced
-    if f".target sm_{cc[0]}{cc[1]}\n" not in ptx:
-        raise TargetUnavailableError(
-            f"target: got 'cuda' and a GPU of compute capability {cc[0]}.{cc[1]}, which the CUDA compiler installed here "
-            "does not know"
-        )
-    # Numba's name for it counts what this process compiled before. Its "environment" is for code that calls Python.
-    (mangled,) = re.findall(r"\.entry\s+(\w+)", ptx)
-    ptx = re.sub(r"^\.common .*NumbaEnv\w*;\n", "", ptx, flags=re.MULTILINE)
-    return ptx.replace(mangled, source.name)
+    return code
 
 
-def _link(ptx: str, cc: tuple[int, int]) -> tuple[bytes, str]:
-    """A cubin, and what ptxas says of it."""
+def _link(code: bytes, cc: tuple[int, int], output: str) -> tuple[bytes, str]:
+    """A cubin or PTX, and what ptxas says of it."""
     tools = toolchain()
-    options = tools.LinkerOptions(arch=f"sm_{cc[0]}{cc[1]}", ptxas_options=["-v"])
-    linker = tools.Linker(tools.ObjectCode.from_ptx(ptx.encode()), options=options)
+    options = tools.LinkerOptions(arch=f"sm_{cc[0]}{cc[1]}", ptx=output == "ptx", **LINK_OPTIONS)
+    linker = tools.Linker(tools.ObjectCode.from_ltoir(code), options=options)
     try:
-        cubin = linker.link("cubin").code
-        return bytes(cubin), linker.get_info_log()
+        return bytes(linker.link(output).code), linker.get_info_log()
     finally:
         linker.close()
 
 
 def _resources(log: str) -> dict[str, int]:
-    frame = re.findall(r"(\d+) bytes stack frame, (\d+) bytes spill stores, (\d+) bytes spill loads", log)
+    frames = re.findall(r"(\d+) bytes stack frame, (\d+) bytes spill stores, (\d+) bytes spill loads", log)
     registers = re.findall(r"Used (\d+) registers", log)
-    if not frame or not registers:
-        raise RuntimeError(f"nvJitLink: expected the registers and spills of a kernel, got {log!r}")
+    if not frames or not registers:
+        raise RuntimeError(f"nvJitLink: got {log!r}, expected a kernel's registers and spills")
     return {
         "registers": max(map(int, registers)),
-        "local_bytes": max(int(stack) for stack, _, _ in frame),
-        "spill_bytes": sum(int(stores) + int(loads) for _, stores, loads in frame),
+        "local_bytes": max(int(stack) for stack, _, _ in frames),
+        "spill_bytes": sum(int(stores) + int(loads) for _, stores, loads in frames),
     }
 
 
 def toolchain() -> Any:
-    """numba.cuda and the linker, imported at first use: `cuda`, `types`, `config`, `Linker`, `LinkerOptions`, `ObjectCode`.
+    """numba.cuda and the linker, imported at first use: `cuda`, `types`, `config`, `Linker`, `LinkerOptions`, `ObjectCode`,
+    and the `compute_capabilities` that they know.
 
     Raises TargetUnavailableError that says what to install.
     """
@@ -167,6 +169,7 @@ def _toolchain() -> SimpleNamespace:
     if importlib.util.find_spec("numba_cuda") is None:  # Numba has an older numba.cuda of its own
         raise _unavailable("numba-cuda is missing")
     try:
+        from cuda.bindings import nvrtc
         from cuda.core import Linker, LinkerOptions, ObjectCode
         from numba import cuda
         from numba.cuda import types
@@ -181,7 +184,13 @@ def _toolchain() -> SimpleNamespace:
         raise _unavailable(f"missing: {', '.join(missing)}")
     keep_over_forks(global_compiler_lock)
     return SimpleNamespace(
-        cuda=cuda, types=types, config=config, Linker=Linker, LinkerOptions=LinkerOptions, ObjectCode=ObjectCode
+        cuda=cuda,
+        types=types,
+        config=config,
+        Linker=Linker,
+        LinkerOptions=LinkerOptions,
+        ObjectCode=ObjectCode,
+        compute_capabilities=tuple(divmod(arch, 10) for arch in nvrtc.nvrtcGetSupportedArchs()[1]),
     )
 
 
