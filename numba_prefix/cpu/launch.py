@@ -65,8 +65,8 @@ def _call_without_work() -> None:
     sequences = np.zeros((0, tiling.SEQUENCE_COLUMNS), np.int64)
     runs, work = (np.zeros((0, columns), np.int64) for columns in (tiling.RUN_COLUMNS, tiling.WORK_COLUMNS))
     totals = np.zeros(3 + tiling.COST_BUCKETS, np.int64)
-    count_work(sequences, runs, 1, 1, True, totals)
-    fill_work(sequences, runs, 1, 1, 1, True, totals, work)
+    count_work(sequences, runs, 1, 1, True, c.BLOCK_M, c.BLOCK_N, totals)
+    fill_work(sequences, runs, 1, 1, 1, True, c.BLOCK_M, c.BLOCK_N, totals, work)
     drain(call, factors, sequences, runs, work, 0, 0)
     reason()
 
@@ -107,10 +107,12 @@ def plan(
     kv_heads, group_size = problem.kv_head_num, problem.group_size
     is_causal = problem.mask_type is not MaskType.NONE
     totals = np.empty(3 + tiling.COST_BUCKETS, np.int64)
-    count_work(sequences, runs, group_size, problem.head_size, is_causal, totals)
+    count_work(sequences, runs, group_size, problem.head_size, is_causal, c.BLOCK_M, c.BLOCK_N, totals)
     entries, split_tiles, partial_f32 = (int(n) for n in totals[:3])
     work = np.empty((entries, tiling.WORK_COLUMNS), np.int64)
-    fill_work(sequences, runs, group_size, kv_heads, problem.head_size, is_causal, totals, work)
+    fill_work(
+        *(sequences, runs, group_size, kv_heads, problem.head_size, is_causal, c.BLOCK_M, c.BLOCK_N, totals, work)
+    )
     num_items = entries * kv_heads
     flops = 4.0 * problem.head_size * problem.head_num * float(np.dot(q_len.astype(np.float64), num_held))
     num_workers = max(1, min(num_threads, MAX_WORKERS, num_items, int(flops / FLOPS_PER_WORKER)))
