@@ -1,4 +1,6 @@
-"""An error that callers may want to catch by its name."""
+"""Errors that several layers raise."""
+
+from __future__ import annotations
 
 
 class TargetUnavailableError(RuntimeError):

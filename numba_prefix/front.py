@@ -12,6 +12,7 @@ from numba_prefix import buffers
 from numba_prefix import reference as oracle
 from numba_prefix.arrays import Tensor, as_numpy, bits, contiguous_strides, describe, empty_like
 from numba_prefix.cpu import threads
+from numba_prefix.errors import TargetUnavailableError
 from numba_prefix.held import part_shift
 from numba_prefix.problem import (
     Operands,
@@ -26,10 +27,6 @@ from numba_prefix.uninterrupted import cpu_target
 
 TARGETS = ("auto", "cpu", "cuda", "reference")
 VALIDATE = ("full", "shape")
-
-
-class TargetUnavailableError(RuntimeError):
-    """The target asked for cannot run here; nothing else was tried in its place."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,7 +10,7 @@ from numba_prefix.cli import table
 from numba_prefix.cli.background import interruptible
 from numba_prefix.cli.info import cache_report
 from numba_prefix.cli.table import UsageError
-from numba_prefix.front import TargetUnavailableError
+from numba_prefix.errors import TargetUnavailableError
 
 SOURCES = {"compiled": "compiled", "cache": "loaded from the cache", "memory": "was loaded before"}
 

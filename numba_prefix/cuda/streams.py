@@ -74,7 +74,7 @@ def _torch_handle(stream: int) -> int:
 def wait_for_producers(device: Device, stream: int, tensors: list[Tensor]) -> None:
     """Put `stream` behind those on which arrays were made, as their protocols demand: the legacy default stream for DLPack,
     the one that a CUDA array interface names. torch's users see to that themselves."""
-    producers = {_producer(t) for t in tensors} - {None, stream}
+    producers = {producer for t in tensors if (producer := _producer(t)) not in (None, stream)}
     if producers and not device.is_capturing(stream):
         for producer in producers:
             device.order(stream, producer)
@@ -83,4 +83,5 @@ def wait_for_producers(device: Device, stream: int, tensors: list[Tensor]) -> No
 def _producer(t: Tensor) -> int | None:
     if t.kind != "dlpack":
         return None
-    return t.keeper.get("stream") if isinstance(t.keeper, dict) else LEGACY_STREAM
+    stream: int | None = t.keeper.get("stream") if isinstance(t.keeper, dict) else LEGACY_STREAM
+    return stream

@@ -1,0 +1,242 @@
+"""From a kernel's Python function to a cubin, without driver, GPU or C++ toolchain; and all jit options of this target.
+
+Numba and NVVM make LTO-IR, nvJitLink makes a cubin of it, and the PTX on the way for whoever wants to read it. Not by way of
+PTX: what nvJitLink gets as PTX it compiles for a link with code to come, which took up to 210 registers instead of 127.
+Drivers get cubins, not PTX: those of the toolkit's own release and newer ones load them, whatever PTX version they know.
+"""
+
+from __future__ import annotations
+
+import atexit
+import functools
+import importlib
+import importlib.util
+import re
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass
+from types import SimpleNamespace
+from typing import Any
+
+from numba_prefix.cuda.spec import CALL_LENGTH, FACTORS_LENGTH, KernelSpec, Source
+from numba_prefix.errors import TargetUnavailableError
+from numba_prefix.uninterrupted import keep_over_forks, uninterrupted
+
+FAMILIES = {
+    "mma": "numba_prefix.cuda.mma",
+    "fma": "numba_prefix.cuda.fma",
+    "merge": "numba_prefix.cuda.merge",
+}
+MIN_CC = (7, 5)
+
+# Whatever the environment says (NUMBA_OPT, NUMBA_CUDA_DEBUGINFO): optimized and without debug information. No fastmath:
+# it would flush denormals everywhere and replace division and square root by approximations; products and sums are
+# contracted to fma without it. Kernels write what may be approximate (ex2) as such.
+OPTIONS = {"debug": False, "opt": True, "lineinfo": False, "fastmath": False}
+# Its defaults are those of OPTIONS (spelling them out is refused).
+LINK_OPTIONS = {"link_time_optimization": True, "ptxas_options": ["-v"]}
+# Inlined as Numba's IR: other device functions are compiled for "the current device", which asks for a driver.
+DEVICE_OPTIONS = {**OPTIONS, "device": True, "inline": "always", "lto": False}
+
+# Libraries that numba-cuda loads when it compiles, and where pip gets them
+_LIBRARIES = {"nvvm": "nvidia-nvvm", "nvrtc": "nvidia-cuda-nvrtc", "nvJitLink": "nvidia-nvjitlink"}
+
+
+@dataclass(frozen=True, slots=True)
+class Compiled:
+    """A kernel as the driver takes it, what launching it needs, and what it uses."""
+
+    name: str  # the kernel's symbol
+    cc: tuple[int, int]
+    cubin: bytes
+    threads: int
+    shared_bytes: int
+    block_m: int
+    block_n: int
+    registers: int  # of a thread
+    spill_bytes: int  # stored and loaded, of a thread
+    local_bytes: int  # stack of a thread: local arrays that are not in registers, and spills
+    mma_count: int  # matrix instructions in the code
+    ptx: str = ""  # empty if the cubin comes from the cache
+
+
+def inline(function: Callable[..., Any]) -> Any:
+    """A device function: part of every kernel that calls it."""
+    return toolchain().cuda.jit(function, **DEVICE_OPTIONS)
+
+
+def compile_kernel(spec: KernelSpec, cc: tuple[int, int]) -> Compiled:
+    """Compile for compute capability `cc`, (8, 0) for sm_80. Takes seconds; asks no cache.
+
+    Raises ValueError for a cc below 7.5, TargetUnavailableError where the compiler is missing or does not know cc.
+    """
+    if cc < MIN_CC:
+        raise ValueError(f"cc: got {cc[0]}.{cc[1]}, expected at least {MIN_CC[0]}.{MIN_CC[1]}")
+    return uninterrupted(lambda: _compile(spec, cc))
+
+
+def source_of(spec: KernelSpec) -> Source:
+    """The kernel's function; brings numba.cuda."""
+    source: Source = importlib.import_module(FAMILIES[spec.family]).make(spec)
+    return source
+
+
+def _compile(spec: KernelSpec, cc: tuple[int, int]) -> Compiled:
+    with _work:
+        tools = toolchain()
+        if cc not in tools.compute_capabilities:
+            raise TargetUnavailableError(
+                f"target: got 'cuda' and compute capability {cc[0]}.{cc[1]}, expected one that the compiler installed here "
+                f"knows: {', '.join(f'{major}.{minor}' for major, minor in tools.compute_capabilities)}"
+            )
+        source = source_of(spec)
+        code = _lto_ir(source, cc)
+        _work.check()
+        cubin, log = _link(code, cc, "cubin")
+        _work.check()
+        ptx = _link(code, cc, "ptx")[0].rstrip(b"\0").decode()
+    (name,) = re.findall(r"\.entry\s+(\w+)", ptx)
+    return Compiled(
+        name=name,
+        cc=cc,
+        cubin=cubin,
+        threads=source.threads,
+        shared_bytes=source.shared_bytes,
+        block_m=source.block_m,
+        block_n=source.block_n,
+        mma_count=len(re.findall(r"^\s*(?:@!?%\w+\s+)?(?:mma|wgmma\.mma_async)\.", ptx, re.MULTILINE)),
+        ptx=ptx,
+        **_resources(log),
+    )
+
+
+def _lto_ir(source: Source, cc: tuple[int, int]) -> bytes:
+    tools = toolchain()
+    types, config = tools.types, tools.config
+    call, factors = types.UniTuple(types.int64, CALL_LENGTH), types.UniTuple(types.float32, FACTORS_LENGTH)
+    forced, config.FORCE_CUDA_CC = config.FORCE_CUDA_CC, None
+    try:
+        code, _ = tools.cuda.compile(
+            source.function,
+            types.void(call, factors),
+            device=False,
+            abi="numba",
+            abi_info={"abi_name": source.name},  # Numba's own counts what the process compiled before
+            cc=cc,
+            output="ltoir",
+            launch_bounds=source.threads,
+            **OPTIONS,
+        )
+    finally:
+        config.FORCE_CUDA_CC = forced
+    return code
+
+
+def _link(code: bytes, cc: tuple[int, int], output: str) -> tuple[bytes, str]:
+    """A cubin or PTX, and what ptxas says of it."""
+    tools = toolchain()
+    options = tools.LinkerOptions(arch=f"sm_{cc[0]}{cc[1]}", ptx=output == "ptx", **LINK_OPTIONS)
+    linker = tools.Linker(tools.ObjectCode.from_ltoir(code), options=options)
+    try:
+        return bytes(linker.link(output).code), linker.get_info_log()
+    finally:
+        linker.close()
+
+
+def _resources(log: str) -> dict[str, int]:
+    frames = re.findall(r"(\d+) bytes stack frame, (\d+) bytes spill stores, (\d+) bytes spill loads", log)
+    registers = re.findall(r"Used (\d+) registers", log)
+    if not frames or not registers:
+        raise RuntimeError(f"nvJitLink: got {log!r}, expected a kernel's registers and spills")
+    return {
+        "registers": max(map(int, registers)),
+        "local_bytes": max(int(stack) for stack, _, _ in frames),
+        "spill_bytes": sum(int(stores) + int(loads) for _, stores, loads in frames),
+    }
+
+
+def toolchain() -> Any:
+    """numba.cuda and the linker, imported at first use: `cuda`, `types`, `config`, `Linker`, `LinkerOptions`, `ObjectCode`,
+    and the `compute_capabilities` that they know.
+
+    Raises TargetUnavailableError that says what to install.
+    """
+    return uninterrupted(_toolchain)
+
+
+@functools.cache
+def _toolchain() -> SimpleNamespace:
+    if importlib.util.find_spec("numba_cuda") is None:  # Numba has an older numba.cuda of its own
+        raise _unavailable("numba-cuda is missing")
+    try:
+        from cuda.bindings import nvrtc
+        from cuda.core import Linker, LinkerOptions, ObjectCode
+        from numba import cuda
+        from numba.cuda import types
+        from numba.cuda.core import config
+        from numba.cuda.core.compiler_lock import global_compiler_lock
+    except ImportError as error:
+        raise _unavailable(f"{type(error).__name__}: {error}") from error
+    if not callable(cuda.compile):
+        raise _unavailable("NUMBA_ENABLE_CUDASIM puts a simulator in place of the compiler", "without it")
+    missing = [package for library, package in _LIBRARIES.items() if not _is_loadable(library)]
+    if missing:
+        raise _unavailable(f"missing: {', '.join(missing)}")
+    keep_over_forks(global_compiler_lock)
+    return SimpleNamespace(
+        cuda=cuda,
+        types=types,
+        config=config,
+        Linker=Linker,
+        LinkerOptions=LinkerOptions,
+        ObjectCode=ObjectCode,
+        compute_capabilities=tuple(divmod(arch, 10) for arch in nvrtc.nvrtcGetSupportedArchs()[1]),
+    )
+
+
+def _is_loadable(library: str) -> bool:
+    from cuda.pathfinder import load_nvidia_dynamic_lib
+
+    try:
+        load_nvidia_dynamic_lib(library)
+    except Exception:
+        return False
+    return True
+
+
+def _unavailable(why: str, expected: str = "install numba_prefix[cuda]") -> TargetUnavailableError:
+    return TargetUnavailableError(
+        f"target: got 'cuda', expected an environment that can compile it: {expected} ({why})"
+    )
+
+
+class _Work:
+    """A compilation in progress. The interpreter's end waits for the step it is at: what it would tear down is in use."""
+
+    def __init__(self) -> None:
+        self.lock = threading.Lock()
+        self.is_exiting = False
+
+    def __enter__(self) -> None:
+        _register_exit()
+        self.check()
+        self.lock.acquire()
+
+    def __exit__(self, *_: object) -> None:
+        self.lock.release()
+
+    def check(self) -> None:
+        if self.is_exiting:
+            raise SystemExit  # ends a thread without a word
+
+    def exit(self) -> None:
+        self.is_exiting = True
+        self.lock.acquire()
+
+
+_work = _Work()
+
+
+@functools.cache
+def _register_exit() -> None:
+    atexit.register(_work.exit)
