@@ -42,6 +42,7 @@ def names(path: Path, *prefixes: str) -> set[str]:
         "lengths",
         "held",
         "planning",
+        "slopes",
         "buffers",
         "workspace",
         "arrays",

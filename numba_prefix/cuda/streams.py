@@ -71,6 +71,12 @@ def _torch_handle(stream: int) -> int:
     return 0 if stream == LEGACY_STREAM else stream
 
 
+def record_use(tensor: Tensor, stream: int) -> None:
+    """Have torch keep a copy that it made until what is on this stream by its end is done."""
+    stream_type = sys.modules["torch"].cuda.ExternalStream
+    tensor.keeper.record_stream(stream_type(_torch_handle(stream), device=tensor.keeper.device))
+
+
 def wait_for_producers(device: Device, stream: int, tensors: list[Tensor]) -> None:
     """Put `stream` behind those on which arrays were made, as their protocols demand: the legacy default stream for DLPack,
     the one that a CUDA array interface names. torch's users see to that themselves."""
