@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from .blocks import JUMPS
-from .faults import Deadlock, Divergence
+from .faults import Deadlock
 from .forms import Form, Plan, handles
 from .operands import Immediate, Negated, Register, Symbol
 from .parse import Instruction
@@ -82,9 +82,9 @@ class Barriers:
                     entry.block.wait.finish(leaving, lanes)
                 following = entry.block.number + 1
                 waiting[following] = waiting[following] | leaving if following in waiting else leaving
-                entry = _Parked(entry.block, entry.mask & ~lanes)
-            if entry.mask.any():
-                kept.append(entry)
+            staying = entry.mask & ~lanes
+            if staying.any():
+                kept.append(_Parked(entry.block, staying))
         self.parked = kept
         self.number[lanes] = -1
         if machine.shared.stride:
@@ -151,6 +151,3 @@ def _jump(instruction: Instruction) -> Plan:
     else:
         form.done(0)
     return lambda machine: (lambda: None, lambda mask: None)
-
-
-__all__ = ["Barriers", "Divergence", "Wait"]

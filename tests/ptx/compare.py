@@ -6,7 +6,8 @@ from typing import Any
 
 import numpy as np
 
-from .arithmetic import FLOATS, INTEGERS, flush, widen_bf16
+from .arithmetic import INTEGERS
+from .floats import FLOATS, flush, widen_bf16
 from .forms import DTYPES, Form, Plan, Step, elementwise, handles
 from .operands import Negated, Pair, Register, Sink
 from .parse import WIDTHS, Instruction
@@ -23,6 +24,10 @@ _UNSIGNED = {"lo": np.less, "ls": np.less_equal, "hi": np.greater, "hs": np.grea
 _UNORDERED = {f"{name}u": function for name, function in _ORDERED.items()}
 _JOINS = {"and": np.logical_and, "or": np.logical_or, "xor": np.logical_xor}
 _BITS = ("b16", "b32", "b64")
+
+
+def _unordered(a: np.ndarray, b: np.ndarray) -> np.ndarray:
+    return np.isnan(a) | np.isnan(b)
 
 
 def _comparison(instruction: Instruction, name: str, kind: str, is_flushed: bool) -> Any:
@@ -46,12 +51,12 @@ def _comparison(instruction: Instruction, name: str, kind: str, is_flushed: bool
         if name in _ORDERED:
             _ORDERED[name](a, b, out)
             if name == "ne":  # only unordered comparisons hold for NaN
-                out &= (a == a) & (b == b)
+                out &= ~_unordered(a, b)
         elif name in _UNORDERED:
             _UNORDERED[name](a, b, out)
-            out |= (a != a) | (b != b)
+            out |= _unordered(a, b)
         else:
-            np.copyto(out, (a == a) & (b == b) if name == "num" else (a != a) | (b != b))
+            np.copyto(out, ~_unordered(a, b) if name == "num" else _unordered(a, b))
 
     return run
 

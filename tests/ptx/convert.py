@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from .arithmetic import NAN, flush, round_bf16, widen_bf16
+from .floats import NAN, flush, round_bf16, widen_bf16
 from .forms import DTYPES, Form, Plan, elementwise, handles
 from .parse import WIDTHS, Instruction
 

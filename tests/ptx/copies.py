@@ -39,16 +39,14 @@ class Copies:
         shared, memory = self.machine.space("shared"), self.machine.space("global")
         places = shared.places(site, lanes, target, size)
         data = np.zeros((len(lanes), size), np.uint8)
-        if (source & (size - 1)).any():
-            memory.load(site, lanes, source, np.dtype(f"u{min(size, 8)}"), max(size // 8, 1))  # says where
+        memory.check_alignment(site, lanes, source, size)
         for count in np.unique(num_read).tolist():
             chosen = np.flatnonzero(num_read == count)
             if count == size:
                 words = memory.load(site, lanes[chosen], source[chosen], np.dtype("u4"), size // 4, is_constant=False)
                 data[chosen] = np.ascontiguousarray(words).reshape(len(chosen), -1).view(np.uint8)
             elif count:
-                for byte in range(count):
-                    data[chosen, byte] = memory.load(site, lanes[chosen], source[chosen] + byte, np.dtype("u1"), 1)
+                data[chosen, :count] = memory.load_bytes(site, lanes[chosen], source[chosen], count)
         races = shared.races
         races.write(site, lanes, races.granules(places, size), in_flight=True)
         self.machine.statistics.shared_access(site, lanes, target, size, True)
@@ -79,10 +77,11 @@ class Copies:
     def _land(self, copy: _Copy) -> None:
         shared = self.machine.space("shared")
         size = copy.data.shape[1]
-        now = self.machine.space("global").peek(copy.source, size)
-        changed = ((now != copy.data) & (np.arange(size) < copy.num_read[:, None])).any(axis=1)
+        reads = np.flatnonzero(copy.num_read)
+        now = self.machine.space("global").peek(copy.source[reads], size)
+        changed = ((now != copy.data[reads]) & (np.arange(size) < copy.num_read[reads, None])).any(axis=1)
         if changed.any():
-            place = int(np.flatnonzero(changed)[0])
+            place = int(reads[np.flatnonzero(changed)[0]])
             raise copy.site.fault(
                 InFlight, copy.lanes, place, f"its source {int(copy.source[place]):#x} was changed before it landed"
             )

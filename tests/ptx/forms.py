@@ -24,7 +24,7 @@ DTYPES: dict[str, Any] = {
     **{f"b{n}": np.dtype(f"u{n // 8}") for n in (8, 16, 32, 64)},
     **{f"s{n}": np.dtype(f"i{n // 8}") for n in (8, 16, 32, 64)},
     **{"f16": np.dtype("f2"), "f32": np.dtype("f4"), "f64": np.dtype("f8"), "bf16": np.dtype("u2")},
-    **{"f16x2": np.dtype("u4"), "bf16x2": np.dtype("u4"), "pred": np.dtype("?")},
+    **{"f16x2": np.dtype("u4"), "bf16x2": np.dtype("u4"), "f32x2": np.dtype("u8"), "pred": np.dtype("?")},
 }
 
 

@@ -9,19 +9,18 @@ from typing import Any
 
 import numpy as np
 
-from .access import LOCAL_WINDOW, SHARED_WINDOW, WINDOWS
+from .access import WINDOWS
 from .barriers import Barriers
 from .blocks import BasicBlock, split
 from .copies import Copies
 from .faults import Deadlock, Fault, UnknownInstruction
 from .forms import DTYPES
-from .memory import GlobalSpace, Memory
+from .memory import Memory
 from .operands import Immediate, Register, Sink, Special, Symbol
 from .parse import WIDTHS, Instruction, Kernel
 from .shared import LocalSpace, SharedSpace
+from .space import GlobalSpace
 from .statistics import Statistics
-
-__all__ = ["LOCAL_WINDOW", "SHARED_WINDOW", "Machine", "Site"]
 
 
 class Site:
@@ -44,12 +43,10 @@ class Site:
 
 
 class Machine:
-    def __init__(
-        self, program: Any, num_blocks: int, block: tuple[int, int, int], grid: tuple[int, int, int], shared_bytes: int
-    ) -> None:
+    def __init__(self, program: Any, num_blocks: int, block: tuple[int, int, int], shared_bytes: int) -> None:
         self.program, self.kernel = program, program.kernel
         kernel: Kernel = program.kernel
-        self.block, self.grid = block, grid
+        self.block, self.grid = block, (1, 1, 1)
         self.num_threads = block[0] * block[1] * block[2]
         self.warps_per_block = -(-self.num_threads // 32)
         self.lanes_per_block = 32 * self.warps_per_block
@@ -78,7 +75,7 @@ class Machine:
         self._registers: dict[str, np.ndarray] = {}
         self._constants: dict[Any, np.ndarray] = {}
         self._scratch: dict[Any, np.ndarray] = {}
-        self._block_numbers: list[tuple[str, np.ndarray]] = []
+        self._grid_arrays: list[tuple[str, np.ndarray]] = []
         self._specials = self._special_registers()
         self.blocks: list[BasicBlock] = split(self)
 
@@ -104,8 +101,8 @@ class Machine:
             return array.view(dtype) if ratio == 1 else array.view(dtype)[::ratio]
         if isinstance(operand, Special):
             array = self._specials[operand.name].astype(dtype)
-            if operand.name.startswith("ctaid"):
-                self._block_numbers.append((operand.name, array))
+            if "cta" in operand.name:
+                self._grid_arrays.append((operand.name, array))
             return array
         if isinstance(operand, Symbol):
             return self._constant(self.symbol(operand), dtype)
@@ -147,10 +144,10 @@ class Machine:
             raise UnknownInstruction(f"{operand.name} as .{kind}")
         return array.view(f"{dtype.kind}{array.itemsize}")
 
-    def scratch(self, kind: str, role: str = "") -> np.ndarray:
-        """An array that is free until the next instruction."""
+    def scratch(self, kind: str, role: str = "", size: int = 0) -> np.ndarray:
+        """An array that is free until the next instruction; one of each role, however often it is asked for."""
         if (kind, role) not in self._scratch:
-            self._scratch[kind, role] = np.empty(self.num_lanes, DTYPES[kind])
+            self._scratch[kind, role] = np.empty(size or self.num_lanes, DTYPES[kind])
         return self._scratch[kind, role]
 
     def symbol(self, symbol: Symbol) -> int:
@@ -185,8 +182,7 @@ class Machine:
         values: dict[str, Any] = {
             **{"tid.x": thread % x, "tid.y": thread // x % y, "tid.z": thread // (x * y)},
             **{f"ntid.{axis}": one * np.uint32(size) for axis, size in zip("xyz", self.block, strict=True)},
-            **{f"nctaid.{axis}": one * np.uint32(size) for axis, size in zip("xyz", self.grid, strict=True)},
-            **{f"ctaid.{axis}": one * np.uint32(0) for axis in "xyz"},
+            **{f"{name}.{axis}": one for name in ("ctaid", "nctaid") for axis in "xyz"},  # set when run
             **{"laneid": lane, "warpid": thread // 32, "nwarpid": one * np.uint32(self.warps_per_block)},
             **{"lanemask_eq": bit, "lanemask_lt": bit - 1, "lanemask_le": 2 * bit - 1},
             **{"lanemask_gt": full & ~(2 * bit - 1), "lanemask_ge": full & ~(bit - 1)},
@@ -233,9 +229,11 @@ class Machine:
         for register in self._registers.values():
             register[:] = -1
         numbers = (first_block + np.arange(self.num_lanes) // self.lanes_per_block).astype(np.uint32)
+        self.grid = options.grid
         x, y, _ = self.grid
-        values = {"ctaid.x": numbers % x, "ctaid.y": numbers // x % y, "ctaid.z": numbers // (x * y)}
-        for name, array in self._block_numbers:
+        values: dict[str, Any] = {"ctaid.x": numbers % x, "ctaid.y": numbers // x % y, "ctaid.z": numbers // (x * y)}
+        values |= {f"nctaid.{axis}": size for axis, size in zip("xyz", self.grid, strict=True)}
+        for name, array in self._grid_arrays:
             array[:] = values[name]
         self.shared.reset()
         self.copies = Copies(self)

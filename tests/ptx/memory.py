@@ -1,57 +1,83 @@
-"""Device memory: named buffers at the addresses that their NumPy arrays have, and nothing else."""
+"""Device memory: named arrays at the addresses that they have in NumPy, and nothing else."""
 
 from __future__ import annotations
 
 import bisect
 import ctypes
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
-from .faults import Fault, GlobalRace, MemoryFault, Misaligned, Uninitialized
+ROW = 32  # bytes: no access is wider, and views begin at a multiple
+_ALIGNMENT = 256  # of what a GPU's allocator gives
 
-_ROW = 32  # bytes: no access is wider, and views begin at a multiple
 
+@dataclass
+class _Part:
+    name: str
+    array: np.ndarray
+    is_writable: bool
+    is_filled: bool
+    start: int
+    end: int
 
-class Buffer:
-    def __init__(self, name: str, array: np.ndarray, is_writable: bool, is_filled: bool) -> None:
-        self.name, self.array, self.is_writable = name, array, is_writable
-        low, high = np.lib.array_utils.byte_bounds(array) if hasattr(np.lib, "array_utils") else np.byte_bounds(array)
-        self.start, self.end = int(low), int(high) if array.size else int(low)
-        self.origin = self.start // _ROW * _ROW
-        length = -(-(self.end - self.origin) // _ROW) * _ROW
-        self._bytes = (
-            np.frombuffer((ctypes.c_uint8 * length).from_address(self.origin), np.uint8)
-            if length
-            else np.zeros(0, np.uint8)
-        )
-        self._views: dict[Any, np.ndarray] = {}
-        self.writer: np.ndarray | None = None  # by byte: the block that wrote it in this launch
-        self.filled = None if is_filled else np.zeros(length, bool)
-        self.belongs = self._gaps(length)
-
-    def _gaps(self, length: int) -> np.ndarray | None:
-        """Which bytes of a strided array's extent are its own; None if all are."""
+    def offsets(self) -> np.ndarray:
+        """Of every byte of the array from its extent's start."""
         array = self.array
-        if array.nbytes == self.end - self.start:
-            return None
-        mine = np.zeros(length, bool)
-        offsets = np.array([array.ctypes.data - self.origin])
+        offsets = np.array([array.ctypes.data - self.start])
         for size, stride in zip(array.shape, array.strides, strict=True):
             offsets = (offsets[:, None] + np.arange(size) * stride).reshape(-1)
-        for byte in range(array.itemsize):
-            mine[offsets + byte] = True
-        return mine
+        return (offsets[:, None] + np.arange(array.itemsize)).reshape(-1)
+
+    @property
+    def is_dense(self) -> bool:
+        return self.array.nbytes == self.end - self.start
+
+
+class Region:
+    """Arrays whose extents overlap (two caches that are views of one array, say), or one alone."""
+
+    def __init__(self, parts: list[_Part]) -> None:
+        self.parts = parts
+        self.start, self.end = min(part.start for part in parts), max(part.end for part in parts)
+        self.origin = self.start // ROW * ROW
+        length = -(-(self.end - self.origin) // ROW) * ROW
+        self.bytes = np.frombuffer((ctypes.c_uint8 * length).from_address(self.origin), np.uint8)
+        self.writer: np.ndarray | None = None  # by byte: the block that wrote it in this launch
+        self._views: dict[Any, np.ndarray] = {}
+        # By byte; None: all are.
+        self.readable: np.ndarray | None = None
+        self.writable: np.ndarray | None = None
+        self.filled: np.ndarray | None = None
+        first = parts[0]
+        self.is_writable = first.is_writable
+        if len(parts) == 1 and first.is_dense:
+            self.filled = None if first.is_filled else np.zeros(length, bool)
+            return
+        self.readable, self.writable = np.zeros(length, bool), np.zeros(length, bool)
+        filled = np.ones(length, bool)
+        for part in parts:
+            places = part.offsets() + (part.start - self.origin)
+            self.readable[places] = True
+            self.writable[places] |= part.is_writable
+            filled[places] &= part.is_filled
+        self.filled = None if filled.all() else filled
+        self.is_writable = any(part.is_writable for part in parts)
 
     def view(self, dtype: np.dtype, vector: int) -> np.ndarray:
         key = dtype, vector
         if key not in self._views:
-            flat = self._bytes.view(dtype)
+            flat = self.bytes.view(dtype)
             self._views[key] = flat if vector == 1 else flat.reshape(-1, vector)
         return self._views[key]
 
+    def places(self, addresses: np.ndarray, size: int) -> np.ndarray:
+        """[access, byte]: where in the bytes."""
+        return (addresses - self.origin)[:, None] + np.arange(size)
+
     def __str__(self) -> str:
-        return f"{self.name} [{self.start:#x}, {self.end:#x})"
+        return " + ".join(f"{part.name} [{part.start:#x}, {part.end:#x})" for part in self.parts)
 
 
 class Memory:
@@ -60,12 +86,14 @@ class Memory:
     add(name, array)                    reads and, if the array is writable, stores
     add(name, array, writable=False)    a store to it is a fault
     add(name, array, is_filled=False)   a load of what no kernel has stored is a fault
+    zeros(name, shape, dtype)           adds a new array, aligned as a GPU's allocator would
     The array itself is read and written: nothing is copied. A strided array owns only its elements.
     """
 
     def __init__(self) -> None:
+        self._parts: list[_Part] = []
+        self._regions: list[Region] | None = None
         self._starts: list[int] = []
-        self._buffers: list[Buffer] = []
 
     def add(self, name: str, array: np.ndarray, writable: bool | None = None, is_filled: bool = True) -> int:
         """Registers an array and gives its address."""
@@ -73,221 +101,64 @@ class Memory:
             raise TypeError(f"{name} is no NumPy array")
         if writable and not array.flags.writeable:
             raise ValueError(f"{name} is read-only")
-        buffer = Buffer(name, array, array.flags.writeable if writable is None else writable, is_filled)
-        place = bisect.bisect_right(self._starts, buffer.start)
-        for other in self._buffers[max(place - 1, 0) : place + 1]:
-            if buffer.start < other.end and other.start < buffer.end:
-                raise ValueError(f"{buffer} overlaps {other}")
-        self._starts.insert(place, buffer.start)
-        self._buffers.insert(place, buffer)
+        bounds = np.lib.array_utils.byte_bounds if hasattr(np.lib, "array_utils") else np.byte_bounds
+        start, end = (int(bound) for bound in bounds(array)) if array.size else (array.ctypes.data,) * 2
+        is_writable = array.flags.writeable if writable is None else writable
+        self._parts.append(_Part(name, array, is_writable, is_filled, start, end))
+        self._regions = None
         return array.ctypes.data
 
+    def zeros(self, name: str, shape: Any, dtype: Any, is_filled: bool = True) -> np.ndarray:
+        dtype = np.dtype(dtype)
+        num_bytes = int(np.prod(shape, dtype=np.int64)) * dtype.itemsize
+        array = aligned_bytes(num_bytes, _ALIGNMENT)
+        array[:] = 0
+        typed = array.view(dtype).reshape(shape)
+        self.add(name, typed, is_filled=is_filled)
+        return typed
+
     def remove(self, name: str) -> None:
-        kept = [buffer for buffer in self._buffers if buffer.name != name]
-        if len(kept) == len(self._buffers):
+        kept = [part for part in self._parts if part.name != name]
+        if len(kept) == len(self._parts):
             raise KeyError(name)
-        self._buffers = kept
-        self._starts = [buffer.start for buffer in kept]
+        self._parts, self._regions = kept, None
 
     def begin(self) -> None:
         """A launch begins: what earlier ones wrote is visible to all of its blocks."""
-        for buffer in self._buffers:
-            buffer.writer = None
+        for region in self._all():
+            region.writer = None
 
-    def find(self, address: int) -> Buffer | None:
+    def _all(self) -> list[Region]:
+        if self._regions is None:
+            groups: list[list[_Part]] = []
+            end = -1
+            for part in sorted((part for part in self._parts if part.start < part.end), key=lambda part: part.start):
+                if part.start < end:
+                    groups[-1].append(part)
+                else:
+                    groups.append([part])
+                end = max(end, part.end)
+            self._regions = [Region(group) for group in groups]
+            self._starts = [region.start for region in self._regions]
+        return self._regions
+
+    def find(self, address: int) -> Region | None:
+        regions = self._all()
         place = bisect.bisect_right(self._starts, address) - 1
-        # Empty buffers share their address with others.
-        while place >= 0:
-            buffer = self._buffers[place]
-            if address < buffer.end:
-                return buffer
-            if buffer.start != buffer.end:
-                return None
-            place -= 1
-        return None
+        return regions[place] if place >= 0 and address < regions[place].end else None
 
     def nearest(self, address: int) -> str:
-        if not self._buffers:
-            return "no buffer is registered"
-        best = min(self._buffers, key=lambda b: max(b.start - address, address - b.end + 1, 0))
-        where = (
-            f"{address - best.start} bytes from its start"
-            if address >= best.start
-            else f"{best.start - address} bytes before"
-        )
-        return f"nearest buffer: {best}, {where}"
+        regions = self._all()
+        if not regions:
+            return "no array is registered"
+        best = min(regions, key=lambda r: max(r.start - address, address - r.end + 1, 0))
+        if address < best.start:
+            return f"the nearest is {best}, {best.start - address} bytes after"
+        where = "inside" if address < best.end else f"{address - best.end} bytes past its end"
+        return f"the nearest is {best}, byte {address - best.start} of it, {where}"
 
 
-class GlobalSpace:
-    """A launch's accesses to Memory, checked and counted."""
-
-    def __init__(self, machine: Any, memory: Memory, constants: Memory) -> None:
-        self.machine, self.memory, self.constants = machine, memory, constants
-
-    def _buffers(
-        self, site: Any, lanes: Any, addresses: np.ndarray, size: int, is_write: bool
-    ) -> list[tuple[Buffer, Any]]:
-        """The buffers touched, each with the positions that touch it (None: all)."""
-        if np.bitwise_or.reduce(addresses) & (size - 1):
-            wrong = int(np.flatnonzero(addresses & (size - 1))[0])
-            raise site.fault(Misaligned, lanes, wrong, f"address {int(addresses[wrong]):#x} is no multiple of {size}")
-        low, high = int(np.minimum.reduce(addresses)), int(np.maximum.reduce(addresses))
-        buffer = self.memory.find(low) or self.constants.find(low)
-        if buffer is not None and high + size <= buffer.end:
-            found = [(buffer, None)]
-        else:
-            found = self._split(site, lanes, addresses, size)
-        for buffer, chosen in found:
-            own = addresses if chosen is None else addresses[chosen]
-            if is_write and not buffer.is_writable:
-                self._outside(
-                    site,
-                    lanes,
-                    addresses,
-                    0 if chosen is None else int(chosen[0]),
-                    f"a store to the read-only {buffer}",
-                )
-            if buffer.belongs is not None:
-                inside = buffer.belongs[_byte_places(buffer, own, size)].all(axis=1)
-                if not inside.all():
-                    first = int(np.flatnonzero(~inside)[0])
-                    wrong = first if chosen is None else int(chosen[first])
-                    self._outside(site, lanes, addresses, wrong, f"{size} bytes in a gap of the strided {buffer}")
-        return found
-
-    def _split(self, site: Any, lanes: Any, addresses: np.ndarray, size: int) -> list[tuple[Buffer, Any]]:
-        groups: dict[int, tuple[Buffer, list[int]]] = {}
-        for place, address in enumerate(addresses.tolist()):
-            buffer = self.memory.find(address) or self.constants.find(address)
-            if buffer is None or address + size > buffer.end:
-                self._outside(site, lanes, addresses, place, f"{size} bytes")
-            groups.setdefault(id(buffer), (buffer, []))[1].append(place)
-        return [(buffer, np.array(places)) for buffer, places in groups.values()]
-
-    def _outside(self, site: Any, lanes: Any, addresses: np.ndarray, place: int, what: str) -> None:
-        address = int(addresses[place])
-        raise site.fault(MemoryFault, lanes, place, f"{what} at {address:#x}; {self.memory.nearest(address)}")
-
-    def load(
-        self,
-        site: Any,
-        lanes: Any,
-        addresses: np.ndarray,
-        dtype: np.dtype,
-        vector: int,
-        is_shared: bool = False,
-        is_constant: bool = False,
-    ) -> np.ndarray:
-        size = dtype.itemsize * vector
-        found = self._buffers(site, lanes, addresses, size, False)
-        self.machine.statistics.global_access(site, lanes, addresses, size, False)
-        result = None
-        for buffer, chosen in found:
-            own = addresses if chosen is None else addresses[chosen]
-            if buffer.filled is not None or buffer.writer is not None:
-                self._check_read(site, lanes, chosen, buffer, own, size, is_shared, is_constant)
-            values = buffer.view(dtype, vector)[(own - buffer.origin) // size]
-            if chosen is None:
-                return values
-            if result is None:
-                result = np.empty((len(addresses), *values.shape[1:]), dtype)
-            result[chosen] = values
-        return result
-
-    def _check_read(
-        self,
-        site: Any,
-        lanes: Any,
-        chosen: Any,
-        buffer: Buffer,
-        own: np.ndarray,
-        size: int,
-        is_shared: bool,
-        is_constant: bool,
-    ) -> None:
-        places = _byte_places(buffer, own, size)
-        wrong: tuple[np.ndarray, type[Fault], str] | None = None
-        if buffer.filled is not None and not buffer.filled[places].all():
-            wrong = ~buffer.filled[places], Uninitialized, "is read before anything was stored there"
-        elif buffer.writer is not None and not is_shared:
-            writer = buffer.writer[places]
-            blocks = self.machine.block_of(lanes if chosen is None else (chosen if lanes is None else lanes[chosen]))[
-                :, None
-            ]
-            other = (writer >= 0) & (is_constant | (writer != blocks))
-            what = (
-                "is loaded as constant (.nc), but this launch stored to it"
-                if is_constant
-                else "was stored by another block of this launch"
-            )
-            wrong = other, GlobalRace, what
-        if wrong is not None and wrong[0].any():
-            first = int(np.flatnonzero(wrong[0].any(axis=1))[0])
-            place = first if chosen is None else int(chosen[first])
-            raise site.fault(wrong[1], lanes, place, f"address {int(own[first]):#x} of {buffer} {wrong[2]}")
-
-    def store(
-        self,
-        site: Any,
-        lanes: Any,
-        addresses: np.ndarray,
-        values: np.ndarray,
-        dtype: np.dtype,
-        vector: int,
-        is_shared: bool = False,
-    ) -> None:
-        size = dtype.itemsize * vector
-        found = self._buffers(site, lanes, addresses, size, True)
-        self.machine.statistics.global_access(site, lanes, addresses, size, True)
-        for buffer, chosen in found:
-            own = addresses if chosen is None else addresses[chosen]
-            mine = values if chosen is None else values[chosen]
-            view, index = buffer.view(dtype, vector), (own - buffer.origin) // size
-            old = view[index]
-            view[index] = mine
-            bits = f"u{dtype.itemsize}"
-            # Several threads may store the same value to the same place.
-            lost = (view[index].view(bits) != np.ascontiguousarray(mine).view(bits)).reshape(len(index), -1).any(axis=1)
-            changed = (old.view(bits) != np.ascontiguousarray(mine).view(bits)).reshape(len(index), -1).any(axis=1)
-            blocks = self.machine.block_of(lanes if chosen is None else (chosen if lanes is None else lanes[chosen]))
-            if buffer.writer is None:
-                buffer.writer = np.full(len(buffer.view(np.dtype("u1"), 1)), -1, np.int32)
-            places = _byte_places(buffer, own, size)
-            if not is_shared:
-                writer = buffer.writer[places]
-                lost |= changed & ((writer >= 0) & (writer != blocks[:, None])).any(axis=1)
-            if lost.any():
-                first = int(np.flatnonzero(lost)[0])
-                place = first if chosen is None else int(chosen[first])
-                raise site.fault(
-                    GlobalRace,
-                    lanes,
-                    place,
-                    f"address {int(own[first]):#x} of {buffer} is stored to by another thread too",
-                )
-            buffer.writer[places] = blocks[:, None]
-            if buffer.filled is not None:
-                buffer.filled[places] = True
-
-    def atomic(self, site: Any, lanes: Any, addresses: np.ndarray, dtype: np.dtype) -> tuple[np.ndarray, np.ndarray]:
-        """A flat view and the places in it, checked for being read and written."""
-        found = self._buffers(site, lanes, addresses, dtype.itemsize, True)
-        self.machine.statistics.global_access(site, lanes, addresses, dtype.itemsize, True)
-        if len(found) > 1:
-            raise site.fault(MemoryFault, lanes, 0, "one atomic touches several buffers")
-        buffer = found[0][0]
-        return buffer.view(dtype, 1), (addresses - buffer.origin) // dtype.itemsize
-
-    def peek(self, addresses: np.ndarray, size: int) -> np.ndarray:
-        """The bytes at addresses that were checked before, as rows."""
-        rows = np.zeros((len(addresses), size), np.uint8)
-        for place, address in enumerate(addresses.tolist()):
-            buffer = self.memory.find(address) or self.constants.find(address)
-            if buffer is not None:
-                begin = address - buffer.origin
-                rows[place] = buffer.view(np.dtype("u1"), 1)[begin : begin + size]
-        return rows
-
-
-def _byte_places(buffer: Buffer, addresses: np.ndarray, size: int) -> np.ndarray:
-    return (addresses - buffer.origin)[:, None] + np.arange(size)
+def aligned_bytes(num_bytes: int, alignment: int) -> np.ndarray:
+    raw = np.empty(num_bytes + alignment, np.uint8)
+    skip = -raw.ctypes.data % alignment
+    return raw[skip : skip + num_bytes]

@@ -9,20 +9,20 @@ from typing import Any
 
 import numpy as np
 
-from . import bits, compare, convert, tensor  # noqa: F401  # their instructions
-from .arithmetic import is_normal, normal_registers
-from .barriers import JUMPS
+from . import arithmetic, bits, compare, convert, fences, tensor  # noqa: F401  # their instructions
 from .faults import LaunchFault, UnknownInstruction
 from .forms import DTYPES, HANDLERS, Plan
 from .machine import Machine
-from .memory import Memory
+from .memory import Memory, aligned_bytes
+from .normal import is_normal, normal_registers
 from .operands import Address, Symbol
 from .parse import WIDTHS, Kernel, Variable, parse
-from .shared import _aligned
 from .statistics import Statistics
 
 # Threads that run together: more blocks at a time cost less each, until registers no longer fit into caches.
 LANES = 1024
+# Shapes whose bound instructions are kept, of each kernel: registers are large.
+_MACHINES = 4
 # Bytes of shared memory that a block may use, by target; others are held to the largest.
 _SHARED_LIMITS = {"sm_75": 64, "sm_80": 163, "sm_86": 99, "sm_87": 163, "sm_89": 99, "sm_120": 99}
 
@@ -30,6 +30,7 @@ _SHARED_LIMITS = {"sm_75": 64, "sm_80": 163, "sm_86": 99, "sm_87": 163, "sm_89":
 @dataclass
 class Options:
     memory: Memory
+    grid: tuple[int, int, int]
     is_strict: bool
     may_end_in_flight: bool
     max_steps: int
@@ -53,7 +54,7 @@ class Program:
         self._machines: dict[Any, Machine] = {}
         # Binding to one warp finds operands that don't fit their instructions.
         try:
-            Machine(self, 1, (32, 1, 1), (1, 1, 1), 0)
+            Machine(self, 1, (32, 1, 1), 0)
         except UnknownInstruction as wrong:
             raise UnknownInstruction(f"{kernel.name}: {wrong}") from None
 
@@ -108,13 +109,12 @@ class Program:
     def is_normal(self, operand: Any) -> bool:
         return is_normal(operand, self._normal)
 
-    def machine(
-        self, num_blocks: int, block: tuple[int, int, int], grid: tuple[int, int, int], shared_bytes: int
-    ) -> Machine:
-        key = num_blocks, block, grid, shared_bytes
+    def machine(self, num_blocks: int, block: tuple[int, int, int], shared_bytes: int) -> Machine:
+        key = num_blocks, block, shared_bytes
         if key not in self._machines:
-            self._machines.clear()  # registers are large
-            self._machines[key] = Machine(self, num_blocks, block, grid, shared_bytes)
+            if len(self._machines) >= _MACHINES:
+                self._machines.pop(next(iter(self._machines)))
+            self._machines[key] = Machine(self, num_blocks, block, shared_bytes)
         return self._machines[key]
 
 
@@ -147,7 +147,7 @@ class Module:
         return list(self._programs)
 
     def _allocate(self, name: str, variable: Variable) -> int:
-        array = _aligned(max(variable.num_bytes, 1))
+        array = aligned_bytes(max(variable.num_bytes, 1), max(variable.align, 16))
         array[:] = 0
         if variable.initial is not None:
             dtype = DTYPES[variable.type]
@@ -195,12 +195,12 @@ class Module:
         program = self._program(name)
         grid3, block3 = _three(grid), _three(block)
         self._check(program, grid3, block3, shared_bytes)
-        options = Options(memory or Memory(), is_strict, may_end_in_flight, max_steps)
+        options = Options(memory or Memory(), grid3, is_strict, may_end_in_flight, max_steps)
         options.memory.begin()
         total = grid3[0] * grid3[1] * grid3[2]
         threads = -(-block3[0] * block3[1] * block3[2] // 32) * 32
         together = max(1, min(total, lanes // threads))
-        machine = program.machine(together, block3, grid3, shared_bytes)
+        machine = program.machine(together, block3, shared_bytes)
         _bind_arguments(program.kernel, machine.parameter_bytes, arguments)
         for block_runs in machine.blocks:
             block_runs.runs = 0
@@ -257,6 +257,3 @@ def _count(machine: Machine, statistics: Statistics) -> None:
             by_opcode[instruction.opcode] += block.runs
             statistics.lines[instruction.line] += block.runs
     statistics.instructions.update(+by_opcode)
-
-
-__all__ = ["JUMPS", "Module"]

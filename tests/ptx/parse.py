@@ -9,10 +9,11 @@ from .faults import UnknownInstruction
 from .operands import Operand, Scope, parse_operand, split_operands
 
 WIDTHS = {f"{letter}{bits}": bits // 8 for letter in "bus" for bits in (8, 16, 32, 64)}
-WIDTHS |= {"f16": 2, "bf16": 2, "f32": 4, "f64": 8, "f16x2": 4, "bf16x2": 4, "pred": 1}
+WIDTHS |= {"f16": 2, "bf16": 2, "f32": 4, "f64": 8, "f16x2": 4, "bf16x2": 4, "f32x2": 8, "pred": 1}
 
 _COMMENT = re.compile(r"//[^\n]*|/\*.*?\*/", re.S)
 _LINE_DIRECTIVE = re.compile(r"^[ \t]*\.(?:version|target|address_size|file|loc)\b[^\n]*", re.M)
+_TOKEN = re.compile(r"[{};\n]|::|:|[^{};:\n]+")
 _LABEL = re.compile(r"[A-Za-z_$%][\w$]*")
 _ENTRY = re.compile(r"((?:\.\w+\s+)*)\.entry\s+([\w$%.]+)\s*")
 _VARIABLE = re.compile(
@@ -45,10 +46,10 @@ class Instruction:
     text: str
     guard: Operand | None = None
     is_guard_negated: bool = False
+    head: str = ""
 
-    @property
-    def head(self) -> str:
-        return self.opcode.split(".", 1)[0]
+    def __post_init__(self) -> None:
+        self.head = self.opcode.split(".", 1)[0]
 
     def unknown(self, what: str) -> UnknownInstruction:
         return UnknownInstruction(f"line {self.line}: {what}: {self.text}")
@@ -89,7 +90,7 @@ def parse(text: str) -> tuple[dict[str, Kernel], dict[str, Variable], str]:
         elif re.match(r"(?:\.\w+\s+)*\.(?:func|section)\b", text[position:]):
             # Only calls would reach it, and those are refused.
             stop, opening = text.find(";", position), text.find("{", position)
-            position = stop + 1 if 0 <= stop and (opening < 0 or stop < opening) else _matching(text, opening) + 1
+            position = stop + 1 if stop >= 0 and (opening < 0 or stop < opening) else _matching(text, opening) + 1
         else:
             stop = text.index(";", position)
             name, variable = _variable(text[position:stop], text.count("\n", 0, position) + 1)
@@ -156,29 +157,28 @@ def _kernel(name: str, parameters: str, directives: str, variables: dict[str, Va
 def _body(kernel: Kernel, text: str, line: int) -> None:
     scopes: list[Scope] = [{}]
     pending, depth, start = "", 0, line
-    previous = ""
-    for place, letter in enumerate(text):
-        if letter == "\n":
+    for token in _TOKEN.findall(text):
+        if token == "\n":
             line += 1
-        is_blank = not pending.strip()
-        if is_blank and letter == "{":
+            pending += " " if pending else ""
+        elif token == ";" and depth == 0:
+            _statement(kernel, scopes, pending.strip(), start)
+            pending = ""
+        elif token == ":" and _LABEL.fullmatch(pending.strip()):
+            if pending.strip() in kernel.labels:
+                raise UnknownInstruction(f"line {line}: a second label {pending.strip()}")
+            kernel.labels[pending.strip()] = len(kernel.instructions)
+            pending = ""
+        elif token == "{" and not pending:
             scopes.append({})
-        elif is_blank and letter == "}":
+        elif token == "}" and not pending:
             if len(scopes) == 1:
                 raise UnknownInstruction(f"line {line}: a brace was never opened")
             scopes.pop()
-        elif letter == ";" and depth == 0:
-            _statement(kernel, scopes, pending.strip(), start)
-            pending = ""
-        elif letter == ":" and _LABEL.fullmatch(pending.strip()) and text[place + 1 : place + 2] != ":" != previous:
-            kernel.labels[pending.strip()] = len(kernel.instructions)
-            pending = ""
-        else:
-            if is_blank and not letter.isspace():
-                start = line
-            depth += (letter == "{") - (letter == "}")
-            pending += letter
-        previous = letter
+        elif pending or not token.isspace():
+            start = start if pending else line
+            depth += (token == "{") - (token == "}")
+            pending += token
     if pending.strip():
         raise UnknownInstruction(f"line {line}: {pending.strip()}")
 
@@ -214,6 +214,6 @@ def _declare(kernel: Kernel, scopes: list[Scope], kind: str, names: str, line: i
         counted = re.fullmatch(r"([\w$%]+)<(\d+)>", name)
         own = [f"{counted.group(1)}{i}" for i in range(int(counted.group(2)))] if counted else [name]
         for each in own:
-            unique = each if len(scopes) == 1 else f"{each}@{line}"
+            unique = each if each not in kernel.registers else f"{each}@{len(kernel.registers)}"
             scopes[-1][each] = unique
             kernel.registers[unique] = kind

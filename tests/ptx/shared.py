@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 
 from .faults import MemoryFault, Misaligned, SharedBounds
+from .memory import aligned_bytes
 from .races import Races
 
 _ROW = 128
@@ -21,7 +22,7 @@ class SharedSpace:
         self.arrays = arrays
         self.stride = -(-max([end for _, _, end in arrays], default=0) // _ROW) * _ROW
         total = self.stride * machine.num_blocks
-        self._bytes = _aligned(total)
+        self._bytes = aligned_bytes(total, _ROW)
         self._granule = granule
         self._views: dict[Any, np.ndarray] = {}
         self.base = np.repeat(np.arange(machine.num_blocks, dtype=np.int64) * self.stride, machine.lanes_per_block)
@@ -89,7 +90,7 @@ class LocalSpace:
     def __init__(self, machine: Any, num_bytes: int) -> None:
         self.machine, self.num_bytes = machine, num_bytes
         self.stride = -(-num_bytes // _ROW) * _ROW
-        self._bytes = _aligned(self.stride * machine.num_lanes)
+        self._bytes = aligned_bytes(self.stride * machine.num_lanes, _ROW)
         self._bytes[:] = 0xFF
         self.base = np.arange(machine.num_lanes, dtype=np.int64) * self.stride
 
@@ -125,9 +126,3 @@ class LocalSpace:
 
     def atomic(self, site: Any, lanes: Any, addresses: np.ndarray, dtype: np.dtype) -> tuple[np.ndarray, np.ndarray]:
         return self._view(dtype, 1), self._places(site, lanes, addresses, dtype.itemsize)
-
-
-def _aligned(num_bytes: int) -> np.ndarray:
-    raw = np.empty(num_bytes + _ROW, np.uint8)
-    skip = -raw.ctypes.data % _ROW
-    return raw[skip : skip + num_bytes]

@@ -7,12 +7,13 @@ cores"), on the side of their larger errors.
 
 from __future__ import annotations
 
+from functools import lru_cache
 from typing import Any
 
 import numpy as np
 
 from .access import _check_address, addresses_of
-from .arithmetic import NAN, widen_bf16
+from .floats import NAN, widen_bf16
 from .forms import Form, Plan, Step, handles
 from .operands import Immediate, Register
 from .parse import Instruction
@@ -20,49 +21,69 @@ from .races import MANY
 from .warp import whole_warps
 
 STEP = 8
+_CUT = np.uint64(0xFFFFFFFFE0000000)  # float32 has 29 bits less
 _GROUP, _PLACE = np.arange(32) // 4, np.arange(32) % 4
 
 
+@lru_cache
 def a_places(k: int) -> tuple[np.ndarray, np.ndarray]:
     """Row and column of each 16-bit element that lane, register, half of the 16 x k fragment A holds."""
     lane, register, half = np.meshgrid(np.arange(32), np.arange(k // 4), np.arange(2), indexing="ij")
     return lane // 4 + 8 * (register % 2), lane % 4 * 2 + half + 8 * (register // 2)
 
 
+@lru_cache
 def b_places(k: int) -> tuple[np.ndarray, np.ndarray]:
     """Likewise of the k x 8 fragment B."""
     lane, register, half = np.meshgrid(np.arange(32), np.arange(k // 8), np.arange(2), indexing="ij")
     return lane % 4 * 2 + half + 8 * register, lane // 4
 
 
+@lru_cache
 def c_places() -> tuple[np.ndarray, np.ndarray]:
     """Likewise of the 16 x 8 accumulators, one float32 per register."""
     lane, register = np.meshgrid(np.arange(32), np.arange(4), indexing="ij")
     return lane // 4 + 8 * (register // 2), lane % 4 * 2 + register % 2
 
 
-def truncate(exact: np.ndarray) -> np.ndarray:
-    """float64 to float32, towards zero; values too large become infinite."""
-    nearest = exact.astype(np.float32)
-    over = np.abs(nearest.astype(np.float64)) > np.abs(exact)
-    over &= np.isfinite(nearest)
-    return np.where(over, np.nextafter(nearest, np.float32(0)), nearest)
+def truncate(exact: np.ndarray) -> None:
+    """float64 cut to the precision of float32, in place."""
+    bits = exact.view(np.uint64)
+    bits &= _CUT
 
 
-def _fragment(
-    arrays: list[np.ndarray], where: tuple[np.ndarray, np.ndarray], shape: tuple[int, int], is_half: bool
-) -> Any:
-    """A function giving float64 matrices [warps, *shape] from registers."""
-    order = np.empty(shape, np.int64)
-    lanes, registers = where[0].shape[:2]
-    order[where] = np.arange(lanes * registers * 2).reshape(lanes, registers, 2)
-    flat = order.reshape(-1)
+@lru_cache
+def _elements(which: str, k: int, num_warps: int) -> np.ndarray:
+    """Where registers, one after the other over all lanes, hold the elements of [steps, warps, rows, columns]."""
+    places, shape = (a_places(k), (16, k)) if which == "a" else (b_places(k), (k, 8))
+    lane, register, half = np.indices(places[0].shape)
+    order = np.empty((num_warps, *shape), np.int64)
+    for warp in range(num_warps):
+        order[warp][places] = ((register * num_warps + warp) * 32 + lane) * 2 + half
+    steps = np.split(order, k // STEP, axis=2 if which == "a" else 1)
+    return np.ascontiguousarray(np.stack(steps))
+
+
+@lru_cache
+def _accumulators(num_warps: int) -> tuple[np.ndarray, np.ndarray]:
+    """Where registers hold the elements of [warps, 16, 8], and where those are in it."""
+    rows, columns = c_places()
+    lane, register = np.indices(rows.shape)
+    order = np.empty((num_warps, 16, 8), np.int64)
+    for warp in range(num_warps):
+        order[warp][rows, columns] = (register * num_warps + warp) * 32 + lane
+    back = np.empty(order.size, np.int64)
+    back[order.reshape(-1)] = np.arange(order.size)
+    return order, back.reshape(4, -1)
+
+
+def _matrices(arrays: list[np.ndarray], which: str, k: int, is_half: bool) -> Any:
+    """A function giving the float64 matrices [steps, warps, rows, columns] that registers hold."""
+    elements = _elements(which, k, len(arrays[0]) // 32)
 
     def gather() -> np.ndarray:
-        halves = np.stack(arrays, axis=1).view(np.uint16).reshape(-1, 32 * registers * 2)
-        picked = np.take(halves, flat, axis=1)
-        values = picked.view(np.float16) if is_half else widen_bf16(picked)
-        return values.astype(np.float64).reshape(-1, *shape)
+        picked = np.concatenate(arrays).view(np.uint16).take(elements)
+        return (picked.view(np.float16) if is_half else widen_bf16(picked)).astype(np.float64)
 
     return gather
 
@@ -90,31 +111,28 @@ def _mma(instruction: Instruction) -> Plan:
 
     def plan(machine: Any) -> Step:
         site = machine.site(instruction)
-        left = _fragment([machine.read(item, "b32") for item in a.items], a_places(k), (16, k), is_half)
-        right = _fragment([machine.read(item, "b32") for item in b.items], b_places(k), (k, 8), is_half)
-        rows, columns = c_places()
+        left = _matrices([machine.read(item, "b32") for item in a.items], "a", k, is_half)
+        right = _matrices([machine.read(item, "b32") for item in b.items], "b", k, is_half)
+        order, back = _accumulators(machine.num_lanes // 32)
         given = [machine.read(item, "f32") for item in addends]
         places = [machine.place(item, "f32") for item in d.items]
-        order = np.empty((16, 8), np.int64)
-        order[rows, columns] = np.arange(128).reshape(32, 4)
-        flat = order.reshape(-1)
 
         def run(mask: np.ndarray | None) -> None:
             warps = whole_warps(machine, site, mask)
-            x, y = left(), right()
-            total = np.take(np.stack(given, axis=1).reshape(-1, 128), flat, axis=1).reshape(-1, 16, 8)
-            for begin in range(0, k, STEP):
-                exact = np.matmul(x[:, :, begin : begin + STEP], y[:, begin : begin + STEP])
-                exact += total
-                total = truncate(exact)
-            np.copyto(total, NAN, where=np.isnan(total))
-            result = total[:, rows, columns]
+            total = np.concatenate(given).take(order).astype(np.float64)
+            for products in np.matmul(left(), right()):
+                total += products
+                truncate(total)
+            rounded = total.astype(np.float32)
+            if np.count_nonzero(np.isnan(rounded)):
+                np.copyto(rounded, NAN, where=np.isnan(rounded))
+            result = rounded.take(back)
             machine.order_warp_numbers(warps)
             for i, place in enumerate(places):
                 if mask is None:
-                    place[:] = result[:, :, i].reshape(-1)
+                    np.copyto(place, result[i])
                 else:
-                    np.copyto(place, result[:, :, i].reshape(-1), where=mask)
+                    np.copyto(place, result[i], where=mask)
 
         return (lambda: run(None)), run
 
