@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from numba_prefix.arrays import Tensor
-from numba_prefix.cuda.devices import Device
+from numba_prefix.cuda.gpu import Device
 from numba_prefix.cuda.driver import LEGACY_STREAM
 
 _EXPECTED = "an integer handle or a stream of torch, CuPy, Numba or another library with __cuda_stream__"

@@ -123,8 +123,13 @@ class FakeDriver:
         self.memory.add(unique, array)
         return unique
 
-    def forget(self, unique: str) -> None:
-        self.memory.remove(unique)
+    def forget(self, unique: str, array: np.ndarray) -> None:
+        """Its owner is gone: as with any allocator that knows streams, it stays for what is under way."""
+
+        def work(_: np.ndarray = array) -> None:
+            self.memory.remove(unique)
+
+        self._submit(work)
 
     def _submit(self, work: Callable[[], None]) -> None:
         self._queue.append(work)
@@ -348,7 +353,7 @@ class DeviceArray:
     ) -> None:
         self.driver, self.array, self.ordinal, self.protocol = driver, array, ordinal, protocol
         self.stream = stream
-        weakref.finalize(self, driver.forget, driver.register(array, "array")).atexit = False
+        weakref.finalize(self, driver.forget, driver.register(array, "array"), array).atexit = False
         if protocol == "dlpack":
             self.__dlpack__ = self._capsule
             self.__array_namespace__ = lambda: _Namespace(self)
