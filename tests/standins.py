@@ -11,8 +11,9 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 from cases import Case
+from device_arrays import DeviceArray
 from ptx import Memory
-from ptx.device import DeviceArray, FakeDriver, Launched, interpreted
+from ptx.device import FakeDriver, Launched, interpreted
 
 from numba_prefix import masks, softmax, tiling
 from numba_prefix.cuda import spec as c

@@ -9,7 +9,8 @@ import numpy as np
 import pytest
 import standins
 from cases import MASK_FORMS, Case, assert_close, bits, make_case, naming, run, same_bits, with_mask
-from ptx.device import DeviceArray, FakeDriver, each_call
+from device_arrays import DeviceArray
+from ptx.device import FakeDriver, each_call
 from standins import on_gpu
 
 import numba_prefix as nbp

@@ -14,7 +14,8 @@ import numpy as np
 import pytest
 import standins
 from cases import Case, assert_close, make_case, naming, run, with_mask
-from ptx.device import DeviceArray, FakeDriver, Launched, each_call
+from device_arrays import DeviceArray
+from ptx.device import FakeDriver, Launched, each_call
 from standins import on_gpu
 from test_cuda_launch import buffer, case_of, nothing, planned
 

@@ -22,7 +22,7 @@ class Kernel:
     """A kernel as it is launched; block_m and block_n are 0 for the merge."""
 
     spec: KernelSpec
-    handle: int
+    function: int
     threads: int
     shared_bytes: int
     block_m: int
@@ -76,14 +76,16 @@ def _rows_are_aligned(t: Tensor, item: int) -> bool:
 
 
 def _load(device: Device, spec: KernelSpec) -> Kernel:
+    """The device's context is current."""
     kept = device.driver.kept
     kernel: Kernel | None = kept.get((device.ordinal, spec))
     if kernel is None:
         compiled, handle = _load_for_cc(device, spec)
         if DEFAULT_SHARED_BYTES < compiled.shared_bytes <= device.max_shared_bytes:
             device.driver.allow_shared(handle, device.ordinal, compiled.shared_bytes)
+        function = device.driver.get_function(handle)
         sizes = compiled.threads, compiled.shared_bytes, compiled.block_m, compiled.block_n
-        kernel = kept[device.ordinal, spec] = Kernel(spec, handle, *sizes)
+        kernel = kept[device.ordinal, spec] = Kernel(spec, function, *sizes)
     return kernel
 
 

@@ -24,7 +24,7 @@ from numba_prefix.workspace import ALIGNMENT
 
 MAX_PENDING = 64  # calls of a thread whose block tables are still to be judged, before it waits for the oldest
 
-Launch = tuple[int, int, int, int]  # kernel, grid, threads, bytes of shared memory
+Launch = tuple[int, int, int, int]  # function, grid, threads, bytes of shared memory
 
 
 class Parameters:
@@ -143,7 +143,7 @@ def _fill(
 
 
 def _launch(kernel: Kernel, grid: int) -> Launch:
-    return kernel.handle, grid, kernel.threads, kernel.shared_bytes
+    return kernel.function, grid, kernel.threads, kernel.shared_bytes
 
 
 def _copies_of_torch(operands: Operands) -> list[Tensor]:
@@ -185,8 +185,8 @@ def _launch_all(device: Device, bound: Bound, workspace: int, stream: int) -> No
     except IndexError:
         parameters = Parameters(bound.call, bound.factors)
     parameters.set_partials(round_up(workspace, ALIGNMENT))
-    for kernel, grid, threads, shared_bytes in bound.launches:
-        launch(kernel, grid, threads, shared_bytes, stream, parameters.address)
+    for function, grid, threads, shared_bytes in bound.launches:
+        launch(function, grid, threads, shared_bytes, stream, parameters.address)
     bound.spare.append(parameters)
 
 

@@ -17,11 +17,15 @@ _EXPECTED = "an integer handle or a stream of torch, CuPy, Numba or another libr
 
 
 def stream_for(given: Any, query: Tensor) -> int:
-    """The handle of the caller's stream; for None torch's current one if query is a tensor of torch, else the legacy default
-    stream. Raises TypeError and ValueError."""
+    """The handle of the caller's stream; for None the current one of the library that query belongs to, if it is torch or
+    CuPy, else the legacy default stream. Raises TypeError and ValueError."""
     if given is not None:
         return handle_of(given, query.device)
-    return current_stream(query) if query.kind == "torch" else LEGACY_STREAM
+    if query.kind == "torch":
+        return current_stream(query)
+    if type(query.owner).__module__.partition(".")[0] == "cupy":
+        return int(sys.modules["cupy"].cuda.get_current_stream().ptr) or LEGACY_STREAM
+    return LEGACY_STREAM
 
 
 def current_stream(tensor: Tensor) -> int:
