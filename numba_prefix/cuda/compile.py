@@ -7,18 +7,17 @@ this takes 231 and spills none (head size 128, sm_80). Drivers get cubins, not P
 
 from __future__ import annotations
 
-import atexit
 import functools
 import importlib
 import importlib.util
 import re
-import threading
 from collections.abc import Callable
 from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
 
 from numba_prefix.cuda.spec import CALL_LENGTH, FACTORS_LENGTH, KernelSpec, Source
+from numba_prefix.ending import StopAtExit
 from numba_prefix.errors import TargetUnavailableError
 from numba_prefix.uninterrupted import keep_over_forks, uninterrupted
 
@@ -76,17 +75,19 @@ def compile_kernel(spec: KernelSpec, cc: tuple[int, int]) -> Compiled:
 
 
 def _compile(spec: KernelSpec, cc: tuple[int, int]) -> Compiled:
-    with _work:
-        known = toolchain().compute_capabilities
+    tools = toolchain()
+    at_exit = tools.at_exit
+    with at_exit.compiling(), tools.event.install_listener("numba-cuda:run_pass", at_exit):
+        known = tools.compute_capabilities
         if cc not in known:
             raise TargetUnavailableError(
                 f"target: got 'cuda' and compute capability {cc[0]}.{cc[1]}, expected one that the compiler installed here "
                 f"knows: {', '.join(f'{major}.{minor}' for major, minor in known)}"
             )
         source, code = _lto_ir(spec)
-        _work.check()
+        at_exit.on_start(None)
         cubin, log = _link(code, cc, "cubin")
-        _work.check()
+        at_exit.on_start(None)
         ptx = _link(code, cc, "ptx")[0].rstrip(b"\0").decode()
     (name,) = re.findall(r"\.entry\s+(\w+)", ptx)
     return Compiled(
@@ -157,6 +158,7 @@ def _resources(log: str) -> dict[str, int]:
     }
 
 
+@functools.cache
 def toolchain() -> Any:
     """numba.cuda and the linker, imported at first use: `cuda`, `types`, `config`, `Linker`, `LinkerOptions`, `ObjectCode`,
     and the `compute_capabilities` that they know.
@@ -166,7 +168,6 @@ def toolchain() -> Any:
     return uninterrupted(_toolchain)
 
 
-@functools.cache
 def _toolchain() -> SimpleNamespace:
     if importlib.util.find_spec("numba_cuda") is None:  # Numba has an older numba.cuda of its own
         raise _unavailable("numba-cuda is missing")
@@ -175,7 +176,7 @@ def _toolchain() -> SimpleNamespace:
         from cuda.core import Linker, LinkerOptions, ObjectCode
         from numba import cuda
         from numba.cuda import types
-        from numba.cuda.core import config
+        from numba.cuda.core import config, event
         from numba.cuda.core.compiler_lock import global_compiler_lock
     except ImportError as error:
         raise _unavailable(f"{type(error).__name__}: {error}") from error
@@ -189,6 +190,8 @@ def _toolchain() -> SimpleNamespace:
         cuda=cuda,
         types=types,
         config=config,
+        event=event,
+        at_exit=type("_StopAtExit", (StopAtExit, event.Listener), {})(),
         Linker=Linker,
         LinkerOptions=LinkerOptions,
         ObjectCode=ObjectCode,
@@ -210,35 +213,3 @@ def _unavailable(why: str, expected: str = "install numba_prefix[cuda]") -> Targ
     return TargetUnavailableError(
         f"target: got 'cuda', expected an environment that can compile it: {expected} ({why})"
     )
-
-
-class _Work:
-    """A compilation in progress. The interpreter's end waits for the step it is at: what it would tear down is in use."""
-
-    def __init__(self) -> None:
-        self.lock = threading.Lock()
-        self.is_exiting = False
-
-    def __enter__(self) -> None:
-        _register_exit()
-        self.check()
-        self.lock.acquire()
-
-    def __exit__(self, *_: object) -> None:
-        self.lock.release()
-
-    def check(self) -> None:
-        if self.is_exiting:
-            raise SystemExit  # ends a thread without a word
-
-    def exit(self) -> None:
-        self.is_exiting = True
-        self.lock.acquire()
-
-
-_work = _Work()
-
-
-@functools.cache
-def _register_exit() -> None:
-    atexit.register(_work.exit)
