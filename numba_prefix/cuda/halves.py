@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from numba_prefix.cuda import ptx
-from numba_prefix.cuda.rules import inline
+from numba_prefix.cuda.device import inline
 from numba_prefix.cuda.tile import f32_of_bf16
 
 @dataclass(frozen=True, slots=True)

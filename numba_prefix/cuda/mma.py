@@ -15,7 +15,7 @@ from numba import cuda, float32, int32, int64
 from numba_prefix.cuda import ptx, rules
 from numba_prefix.cuda import spec as c
 from numba_prefix.cuda.halves import halves_of
-from numba_prefix.cuda.rules import inline
+from numba_prefix.cuda.device import inline
 from numba_prefix.cuda.tile import (
     ITEM_BYTES,
     STORES,
@@ -90,7 +90,7 @@ def make(spec: c.KernelSpec) -> c.Source:
                 if column + 2 * i < head_bytes:
                     half = ptx.i32_of_u16(ptx.load_u16(address + column + 2 * i))
                     pairs[i // 2] = np.int32(pairs[i // 2] | (half << (16 * (i % 2))))
-        return pairs
+        return pairs[0], pairs[1], pairs[2], pairs[3]
 
     @inline
     def copy_tile(tile: Any, address: Any, block: Any, slot_bytes: Any, page: Any, slot: Any, head_bytes: Any) -> None:
@@ -108,8 +108,8 @@ def make(spec: c.KernelSpec) -> c.Source:
                 is_read = row_page >= 0 and column < head_bytes
                 ptx.copy16(to, rules.where(is_read, source + column, address), np.int32(rules.where(is_read, 16, 0)))
             else:
-                pairs = load_chunk(source, column, rules.where(row_page >= 0, head_bytes, np.int64(0)))
-                ptx.store_shared4_i32(to, pairs[0], pairs[1], pairs[2], pairs[3])
+                w0, w1, w2, w3 = load_chunk(source, column, rules.where(row_page >= 0, head_bytes, np.int64(0)))
+                ptx.store_shared4_i32(to, w0, w1, w2, w3)
         if IS_ALIGNED:
             ptx.commit()
 
@@ -123,11 +123,9 @@ def make(spec: c.KernelSpec) -> c.Source:
             token, q_head = token_and_head(call, q_begin, first_row + row, kv_head)
             address = call[c.Q] + token * call[c.Q_TOKEN] + q_head * call[c.Q_HEAD]
             head_bytes = rules.where(row < rows, 2 * call[c.HEAD_SIZE], np.int64(0))
-            pairs = load_chunk(address, CHUNK * chunk, head_bytes)
+            w0, w1, w2, w3 = load_chunk(address, CHUNK * chunk, head_bytes)
             to = np.int32(tile + place(row, chunk))
-            ptx.store_shared4_i32(
-                to, signed(pairs[0], sign), signed(pairs[1], sign), signed(pairs[2], sign), signed(pairs[3], sign)
-            )
+            ptx.store_shared4_i32(to, signed(w0, sign), signed(w1, sign), signed(w2, sign), signed(w3, sign))
 
     @inline
     def query_address(tile: Any, step: Any) -> Any:
@@ -214,26 +212,69 @@ def make(spec: c.KernelSpec) -> c.Source:
         cuda.syncthreads()
 
     @inline
-    def store_rows(acc: Any, address: Any, columns: Any, i: Any) -> None:
-        """Of the thread's row i; columns are those of the head."""
+    def update(s: Any, p: Any, acc: Any, m_i: Any, l_i: Any, unit_log2: Any, i: Any) -> None:
+        """The running softmax of the thread's row i: scores become weights, what was summed is rescaled."""
+        top = m_i[i]
+        for j in range(2 * KEY_PAIRS):
+            top = rules.running_max(rules.running_max(top, s[4 * j + 2 * i]), s[4 * j + 2 * i + 1])
+        for step in range(1, 3):
+            top = rules.running_max(top, ptx.butterfly_f32(top, np.int32(step)))
+        shift = rules.shift_of(top)
+        alpha = rules.rescale(m_i[i], shift, unit_log2)
+        total = l_i[i] * alpha
+        for j in range(2 * KEY_PAIRS):
+            w0 = rules.weight(s[4 * j + 2 * i], shift, unit_log2)
+            w1 = rules.weight(s[4 * j + 2 * i + 1], shift, unit_log2)
+            total = total + (w0 + w1)
+            p[2 * j + i] = pack(w0, w1)
+        m_i[i], l_i[i] = top, total
         for d in range(2 * DIM_PAIRS):
-            column = 8 * d + 2 * (cuda.threadIdx.x & 3)
-            for e in range(2):
-                if column + e < columns:
-                    store(address + OUT_BYTES * (column + e), acc[4 * d + 2 * i + e])
+            acc[4 * d + 2 * i] = acc[4 * d + 2 * i] * alpha
+            acc[4 * d + 2 * i + 1] = acc[4 * d + 2 * i + 1] * alpha
 
     @inline
-    def store_state(acc: Any, address: Any, pitch: Any, i: Any) -> None:
+    def store_state(call: Any, acc: Any, address: Any, rows: Any, row: Any, m_i: Any, l_i: Any, i: Any) -> None:
+        pitch, lanes, quad = partial_pitch(call), rules.lane_rows(rows), cuda.threadIdx.x & 3
         for d in range(2 * DIM_PAIRS):
-            column = 8 * d + 2 * (cuda.threadIdx.x & 3)
+            column = 8 * d + 2 * quad
             if column < pitch:
-                ptx.store2_f32(address + 4 * column, acc[4 * d + 2 * i], acc[4 * d + 2 * i + 1])
+                ptx.store2_f32(address + 4 * (row * pitch + column), acc[4 * d + 2 * i], acc[4 * d + 2 * i + 1])
+        if quad == 0:
+            ptx.store_f32(address + 4 * (lanes * pitch + row), m_i)
+            ptx.store_f32(address + 4 * (lanes * pitch + lanes + row), l_i)
+
+    @inline
+    def store_row(call: Any, acc: Any, address: Any, l_i: Any, i: Any) -> None:
+        quad = cuda.threadIdx.x & 3
+        for d in range(2 * DIM_PAIRS):
+            for e in range(2):
+                column = 8 * d + 2 * quad + e
+                if column < call[c.HEAD_SIZE]:
+                    store(address + OUT_BYTES * column, rules.normalize(acc[4 * d + 2 * i + e], l_i))
+
+    @inline
+    def finish(call: Any, entry: Any, q_begin: Any, kv_head: Any, rows: Any, acc: Any, m_i: Any, l_i: Any, unit: Any,
+               origin: Any, i: Any) -> None:  # fmt: skip
+        """Writes the thread's row i: the split's state, or the output."""
+        total = l_i[i]
+        for step in range(1, 3):
+            total = total + ptx.butterfly_f32(total, np.int32(step))
+        row = 16 * (cuda.threadIdx.x >> 5) + ((cuda.threadIdx.x & 31) >> 2) + 8 * i
+        if row < rows:
+            if entry[NUM_SPLITS] > 1:
+                state = partial_address(call, entry[PARTIAL_OFFSET], entry[SPLIT_IDX], kv_head, rows)
+                store_state(call, acc, state, rows, row, m_i[i], total, i)
+            else:
+                token, q_head = token_and_head(call, q_begin, entry[M_BLOCK] * BLOCK_M + row, kv_head)
+                store_row(call, acc, call[c.OUT] + token * call[c.OUT_TOKEN] + q_head * call[c.OUT_HEAD], total, i)
+                if cuda.threadIdx.x & 3 == 0:
+                    store_lse(call, token, q_head, m_i[i], total, unit, origin[i])
 
     def kernel(call: Any, factors: Any) -> None:
         # q, acc, s, p: as mma spreads a warp's 16 rows over its lanes; a thread has rows lane // 4 and lane // 4 + 8
         q, acc = cuda.local.array(Q_SIZE, int32), cuda.local.array(ACC_SIZE, float32)
         s, p = cuda.local.array(S_SIZE, float32), cuda.local.array(P_SIZE, int32)
-        m_i, l_i, top = (cuda.local.array(2, float32), cuda.local.array(2, float32), cuda.local.array(2, float32))
+        m_i, l_i = cuda.local.array(2, float32), cuda.local.array(2, float32)
         slope, q_pos, origin = (cuda.local.array(2, float32), cuda.local.array(2, int32), cuda.local.array(2, int32))
         last, limit, mask_base = cuda.local.array(2, int32), cuda.local.array(2, int32), cuda.local.array(2, int64)
         lane, warp, base = np.int32(cuda.threadIdx.x & 31), np.int32(cuda.threadIdx.x >> 5), ptx.shared_base()
@@ -247,7 +288,6 @@ def make(spec: c.KernelSpec) -> c.Source:
         first_row = entry[M_BLOCK] * BLOCK_M
         q_begin, head_bytes = sequence[Q_BEGIN], 2 * call[c.HEAD_SIZE]
         k_base, v_base = call[c.K] + kv_head * call[c.K_HEAD], call[c.V] + kv_head * call[c.V_HEAD]
-        unit_log2 = factors[c.UNIT_LOG2]
 
         load_queries(call, base + Q_TILE, q_begin, first_row, rows, kv_head, factors[c.Q_SIGN])
         for i in range(2):
@@ -294,23 +334,8 @@ def make(spec: c.KernelSpec) -> c.Source:
                 for e in range(8 * KEY_PAIRS):
                     at = first + 8 * (e >> 2) + (e & 1)
                     s[e] = rules.where(rules.is_visible(at, limit[(e >> 1) & 1]), s[e], F32_NEG_INF)
-            for i in range(2):
-                top[i] = m_i[i]
-                for j in range(2 * KEY_PAIRS):
-                    top[i] = rules.running_max(rules.running_max(top[i], s[4 * j + 2 * i]), s[4 * j + 2 * i + 1])
-                for step in range(1, 3):
-                    top[i] = rules.running_max(top[i], ptx.butterfly_f32(top[i], np.int32(step)))
-                shift = rules.shift_of(top[i])
-                alpha = rules.rescale(m_i[i], shift, unit_log2)
-                m_i[i], l_i[i] = top[i], l_i[i] * alpha
-                for j in range(2 * KEY_PAIRS):
-                    w0 = rules.weight(s[4 * j + 2 * i], shift, unit_log2)
-                    w1 = rules.weight(s[4 * j + 2 * i + 1], shift, unit_log2)
-                    l_i[i] = l_i[i] + (w0 + w1)
-                    p[2 * j + i] = pack(w0, w1)
-                for d in range(2 * DIM_PAIRS):
-                    acc[4 * d + 2 * i] = acc[4 * d + 2 * i] * alpha
-                    acc[4 * d + 2 * i + 1] = acc[4 * d + 2 * i + 1] * alpha
+            update(s, p, acc, m_i, l_i, factors[c.UNIT_LOG2], 0)
+            update(s, p, acc, m_i, l_i, factors[c.UNIT_LOG2], 1)
             if IS_ALIGNED:
                 ptx.wait_all()
             cuda.syncthreads()  # the values are there, and nobody reads the keys
@@ -329,27 +354,8 @@ def make(spec: c.KernelSpec) -> c.Source:
         if IS_ALIGNED:
             ptx.wait_all()
 
-        for i in range(2):
-            for step in range(1, 3):
-                l_i[i] = l_i[i] + ptx.butterfly_f32(l_i[i], np.int32(step))
-            row = 16 * warp + (lane >> 2) + 8 * i
-            if row < rows:
-                token, q_head = token_and_head(call, q_begin, first_row + row, kv_head)
-                if entry[NUM_SPLITS] > 1:
-                    state = partial_address(call, entry[PARTIAL_OFFSET], entry[SPLIT_IDX], kv_head, rows)
-                    pitch, lanes = partial_pitch(call), rules.lane_rows(rows)
-                    store_state(acc, state + 4 * row * pitch, pitch, i)
-                    if lane & 3 == 0:
-                        ptx.store_f32(state + 4 * (lanes * pitch + row), m_i[i])
-                        ptx.store_f32(state + 4 * (lanes * pitch + lanes + row), l_i[i])
-                else:
-                    for d in range(2 * DIM_PAIRS):
-                        for e in range(2):
-                            acc[4 * d + 2 * i + e] = rules.normalize(acc[4 * d + 2 * i + e], l_i[i])
-                    out = call[c.OUT] + token * call[c.OUT_TOKEN] + q_head * call[c.OUT_HEAD]
-                    store_rows(acc, out, call[c.HEAD_SIZE], i)
-                    if lane & 3 == 0:
-                        store_lse(call, token, q_head, m_i[i], l_i[i], factors[c.UNIT], origin[i])
+        finish(call, entry, q_begin, kv_head, rows, acc, m_i, l_i, factors[c.UNIT], origin, 0)
+        finish(call, entry, q_begin, kv_head, rows, acc, m_i, l_i, factors[c.UNIT], origin, 1)
 
     shared_bytes = (BLOCK_M + 2 * BLOCK_N) * ROW_BYTES
     return c.Source(spec.name, kernel, THREADS, shared_bytes, BLOCK_M, BLOCK_N)

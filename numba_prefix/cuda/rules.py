@@ -7,16 +7,12 @@ from collections.abc import Callable
 from typing import Any
 
 from llvmlite import ir
-from numba import cuda, types
+from numba import types
 from numba.cuda.extending import intrinsic
 
 from numba_prefix import masks, softmax, tiling
 from numba_prefix.cuda import ptx
-
-
-def inline(function: Callable[..., Any]) -> Any:
-    """A device function: part of every kernel that calls it. Plain ones cannot be compiled without a driver."""
-    return cuda.jit(device=True, inline="always")(function)
+from numba_prefix.cuda.device import inline
 
 
 @intrinsic

@@ -14,11 +14,11 @@ from typing import Any
     Q_TOKEN, Q_HEAD, K_BLOCK, K_SLOT, K_HEAD, V_BLOCK, V_SLOT, V_HEAD, TABLE_ROW, TABLE_COLUMN,
     MASK_HEAD, MASK_ROW, MASK_COLUMN, OUT_TOKEN, OUT_HEAD,
     # counts
-    KV_HEAD_NUM, GROUP_SIZE, HEAD_SIZE, BLOCK_SIZE, NUM_BLOCKS,
+    KV_HEAD_NUM, GROUP_SIZE, HEAD_SIZE, BLOCK_SIZE, NUM_BLOCKS, TILE_ROWS,
     # whether lse gets back what left-aligned biases leave out
     HAS_SHIFT,
     CALL_LENGTH,
-) = range(36)
+) = range(37)
 # fmt: on
 
 # Places in the float32 factors. qk_scale's sign is multiplied into the queries (exactly): units are positive.

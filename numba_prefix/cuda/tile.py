@@ -10,7 +10,7 @@ import numpy as np
 from numba_prefix import tiling
 from numba_prefix.cuda import ptx, rules
 from numba_prefix.cuda import spec as c
-from numba_prefix.cuda.rules import inline
+from numba_prefix.cuda.device import inline
 
 ONE = np.float32(1.0)
 ZERO = np.float32(0.0)
