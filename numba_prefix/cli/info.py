@@ -104,7 +104,7 @@ def thread_report() -> dict[str, Any]:
 
 def cache_report() -> dict[str, Any]:
     """Where compiled kernels are kept, and whether they can be."""
-    from numba_prefix.cpu.cache import cache_directory, is_trusted
+    from numba_prefix.disk import cache_directory, is_trusted
 
     directory = cache_directory()
     if directory is None:

@@ -44,6 +44,7 @@ def native_files(directory: Path, *kernels: str) -> list[Path]:
     from numba.core.typing.typeof import Purpose, typeof
 
     from numba_prefix.cpu import launch
+    from numba_prefix.disk import path_of
 
     found = []
     for kernel in (getattr(launch, name) for name in kernels):
@@ -56,7 +57,9 @@ def native_files(directory: Path, *kernels: str) -> list[Path]:
         }[kernel.__name__]
         signature = tuple(typeof(x, Purpose.argument) for x in arguments)
         key = kernel._cache._key(signature, kernel.targetctx.codegen())
-        found.append(directory / kernel._cache._path(key).name)
+        path = path_of(kernel.__name__, key)
+        assert path is not None
+        found.append(directory / path.name)
     return found
 
 
