@@ -171,7 +171,7 @@ def _toolchain() -> SimpleNamespace:
         from numba.cuda import types
         from numba.cuda.core import config, event
         from numba.cuda.core.compiler_lock import global_compiler_lock
-    except ImportError as error:
+    except Exception as error:  # releases of numba and numba-cuda that do not go together fail in many ways
         raise _unavailable(f"{type(error).__name__}: {error}") from error
     if not callable(cuda.compile):
         raise _unavailable("NUMBA_ENABLE_CUDASIM puts a simulator in place of the compiler", "without it")
