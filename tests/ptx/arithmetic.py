@@ -18,7 +18,7 @@ INTEGERS = ("s16", "u16", "s32", "u32", "s64", "u64")
 
 def _integer_plan(instruction: Instruction, kind: str, function: Any, dst_kind: str | None = None) -> Plan:
     def build(machine: Any, arrays: list[np.ndarray], out: np.ndarray) -> Function:
-        return partial(function, *arrays, out)
+        return partial(function, *arrays, out=out)
 
     build.is_ufunc = isinstance(function, np.ufunc)  # type: ignore[attr-defined]
     dst, *sources = instruction.operands
