@@ -6,8 +6,8 @@ import functools
 from dataclasses import replace
 from typing import Any
 
+import fake_gpu
 import pytest
-import standins
 from ptx.device import FakeDriver, interpreted
 
 from numba_prefix import disk
@@ -22,7 +22,7 @@ def install(monkeypatch: Any, cc: tuple[int, int] = (8, 0), **options: Any) -> F
         toolchain()
     except TargetUnavailableError as error:
         pytest.skip(str(error))
-    fake = standins.install(monkeypatch, cc=cc, execute=interpreted, **options)
+    fake = fake_gpu.install(monkeypatch, cc=cc, execute=interpreted, **options)
     monkeypatch.setattr(cubins, "kernel", compiled)
     return fake
 
