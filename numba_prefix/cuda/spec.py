@@ -6,6 +6,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+from numba_prefix import planning
+
 # fmt: off
 (
     # byte addresses
@@ -25,10 +27,7 @@ from typing import Any
 QK_SCALE, UNIT, UNIT_LOG2, Q_SIGN, FACTORS_LENGTH = range(5)
 
 HEAD_DIMS = (32, 64, 96, 128, 192, 256)  # what head sizes are padded to
-BIASES = (
-    *("none", "linear", "sqrt", "left_align", "template_linear", "template_sqrt", "template_left_align"),
-    "heads_mask",
-)
+BIASES = planning.BIASES
 
 
 @dataclass(frozen=True, slots=True)

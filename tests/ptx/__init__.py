@@ -1,0 +1,45 @@
+"""An interpreter of compiled PTX in NumPy, for tests on machines without a GPU.
+
+    module = Module(ptx_text)
+    memory = Memory()
+    memory.add("query", array, writable=False)
+    statistics = module.run(None, grid=4, block=128, shared_bytes=0, arguments=[array.ctypes.data, 1.0], memory=memory)
+
+It says nothing about time, but it checks what a GPU doesn't: races on shared memory, copies in flight, bounds, alignment.
+"""
+
+from .faults import (
+    Deadlock,
+    Divergence,
+    Fault,
+    GlobalRace,
+    InFlight,
+    LaunchFault,
+    MemoryFault,
+    Misaligned,
+    SharedBounds,
+    SharedRace,
+    Uninitialized,
+    UnknownInstruction,
+)
+from .memory import Memory
+from .module import Module
+from .statistics import Statistics
+
+__all__ = [
+    "Deadlock",
+    "Divergence",
+    "Fault",
+    "GlobalRace",
+    "InFlight",
+    "LaunchFault",
+    "Memory",
+    "MemoryFault",
+    "Misaligned",
+    "Module",
+    "SharedBounds",
+    "SharedRace",
+    "Statistics",
+    "Uninitialized",
+    "UnknownInstruction",
+]
