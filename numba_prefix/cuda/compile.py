@@ -1,4 +1,4 @@
-"""From a kernel's Python function to a cubin, without driver, GPU or C++ toolchain; and all jit options of this target.
+"""From a kernel's Python function to a cubin, without driver, GPU or C++ toolchain.
 
 Numba and NVVM make LTO-IR, nvJitLink makes a cubin of it, and the PTX on the way for whoever wants to read it. Not by way of
 PTX: what nvJitLink gets as PTX it compiles for a link with code to come, which took 255 registers and spilled 152 bytes where
@@ -11,7 +11,6 @@ import functools
 import importlib
 import importlib.util
 import re
-from collections.abc import Callable
 from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
@@ -28,14 +27,9 @@ FAMILIES = {
 }
 MIN_CC = (7, 5)
 
-# Whatever the environment says (NUMBA_OPT, NUMBA_CUDA_DEBUGINFO): optimized and without debug information. No fastmath:
-# it would flush denormals everywhere and replace division and square root by approximations; products and sums are
-# contracted to fma without it. Kernels write what may be approximate (ex2) as such.
-OPTIONS = {"debug": False, "opt": True, "lineinfo": False, "fastmath": False}
-# Its defaults are those of OPTIONS (spelling them out is refused).
+# Its defaults are those of Numba's options in device.py: no fastmath, so that denormals are kept and quotients and square roots
+# are exact, and products and sums contracted to fma. (Spelling them out is refused.)
 LINK_OPTIONS = {"link_time_optimization": True, "ptxas_options": ["-v"]}
-# Inlined as Numba's IR: other device functions are compiled for "the current device", which asks for a driver.
-DEVICE_OPTIONS = {**OPTIONS, "device": True, "inline": "always", "lto": False}
 
 # Libraries that numba-cuda loads when it compiles, and where pip gets them
 _LIBRARIES = {"nvvm": "nvidia-nvvm", "nvrtc": "nvidia-cuda-nvrtc", "nvJitLink": "nvidia-nvjitlink"}
@@ -57,11 +51,6 @@ class Compiled:
     local_bytes: int  # stack of a thread: local arrays that are not in registers, and spills
     mma_count: int  # matrix instructions in the code
     ptx: str = ""  # empty if the cubin comes from the cache
-
-
-def inline(function: Callable[..., Any]) -> Any:
-    """A device function: part of every kernel that calls it."""
-    return toolchain().cuda.jit(function, **DEVICE_OPTIONS)
 
 
 def compile_kernel(spec: KernelSpec, cc: tuple[int, int]) -> Compiled:
@@ -114,22 +103,26 @@ def source_of(spec: KernelSpec) -> Source:
 def _lto_ir(spec: KernelSpec) -> tuple[Source, bytes]:
     """For all compute capabilities: made for the least, it links to what it would if made for another, but for which of two
     conversions extends a number that is not negative."""
-    source, tools = source_of(spec), toolchain()
-    types, config = tools.types, tools.config
+    tools = toolchain()
+    from numba_prefix.cuda.device import OPTIONS, compiling_for
+
+    source, types, config = source_of(spec), tools.types, tools.config
     call, factors = types.UniTuple(types.int64, CALL_LENGTH), types.UniTuple(types.float32, FACTORS_LENGTH)
     forced, config.FORCE_CUDA_CC = config.FORCE_CUDA_CC, None
     try:
-        code, _ = tools.cuda.compile(
-            source.function,
-            types.void(call, factors),
-            device=False,
-            abi="numba",
-            abi_info={"abi_name": source.name},  # Numba's own counts what the process compiled before
-            cc=MIN_CC,
-            output="ltoir",
-            launch_bounds=source.threads,
-            **OPTIONS,
-        )
+        with compiling_for(MIN_CC):
+            code, _ = tools.cuda.compile(
+                source.function,
+                types.void(call, factors),
+                device=False,
+                opt=True,
+                abi="numba",
+                abi_info={"abi_name": source.name},  # Numba's own counts what the process compiled before
+                cc=MIN_CC,
+                output="ltoir",
+                launch_bounds=source.threads,
+                **OPTIONS,
+            )
     finally:
         config.FORCE_CUDA_CC = forced
     return source, code
@@ -178,7 +171,7 @@ def _toolchain() -> SimpleNamespace:
         from numba.cuda import types
         from numba.cuda.core import config, event
         from numba.cuda.core.compiler_lock import global_compiler_lock
-    except ImportError as error:
+    except Exception as error:  # releases of numba and numba-cuda that do not go together fail in many ways
         raise _unavailable(f"{type(error).__name__}: {error}") from error
     if not callable(cuda.compile):
         raise _unavailable("NUMBA_ENABLE_CUDASIM puts a simulator in place of the compiler", "without it")
