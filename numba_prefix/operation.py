@@ -21,8 +21,9 @@ VALIDATE = ("full", "wait", "shape")
 @dataclass(frozen=True, slots=True)
 class Context:
     """How to run, apart from what: `target` ("auto", "cpu", "cuda", "reference"), `num_threads` (CPU; None: all that the
-    process may use; never more than set_num_threads and NUMBA_PREFIX_NUM_THREADS allow) and `stream` (CUDA; None: torch's
-    current stream for its tensors, else the legacy default stream)."""
+    process may use; never more than set_num_threads and NUMBA_PREFIX_NUM_THREADS allow) and `stream` (CUDA: an integer
+    handle, or a stream of torch, CuPy, Numba or another library with `__cuda_stream__`, which has to live as long as what was
+    planned with it; None: the current one of torch or CuPy if the arrays are theirs, else the legacy default stream)."""
 
     target: str = "auto"
     num_threads: int | None = None
@@ -78,8 +79,8 @@ class Op:
         self._run(workspace)
 
     def check(self) -> None:
-        """Wait for the runs so far; raises ValueError for a bad block id that one of them has met. On the CPU they are done
-        and have raised it themselves."""
+        """Wait for the runs so far; raises ValueError for a bad block id that one of them, or a CUDA graph that is done, has met.
+        On the CPU runs are done and have raised it themselves."""
         self._runner.check()
 
     def _check_tables(self) -> None:

@@ -10,8 +10,10 @@ from typing import Any
 
 import ml_dtypes
 import numpy as np
+from cases import Case
+from device_arrays import DeviceArray
 from ptx import Memory
-from ptx.device import FakeDriver, Launched
+from ptx.device import FakeDriver, Launched, interpreted
 
 from numba_prefix import masks, softmax, tiling
 from numba_prefix.cuda import spec as c
@@ -48,21 +50,30 @@ def execute(launched: Launched, memory: Memory) -> None:
 
 
 def install(monkeypatch: Any, **options: Any) -> FakeDriver:
-    """A fake driver in place of the process's own, with these kernels unless `execute` says otherwise."""
+    """A fake driver in place of the process's own; its kernels are these unless it interprets real ones."""
     from numba_prefix.cuda import driver, kernels
 
     fake = FakeDriver(**({"execute": execute} | options))
     monkeypatch.setattr(driver, "_driver", fake)
-    if fake.execute is execute:
+    if fake.execute is not interpreted:
         monkeypatch.setattr(kernels, "compile_kernel", compile_kernel)
     return fake
+
+
+def on_gpu(fake: FakeDriver, case: Case, **options: Any) -> dict[str, Any]:
+    """A case's arguments, its arrays on the GPU but for the slopes."""
+    return {
+        name: DeviceArray(fake, value, **options) if isinstance(value, np.ndarray) and name != "slopes" else value
+        for name, value in case.arguments().items()
+    }
 
 
 class _Kernel:
     def __init__(self, spec: c.KernelSpec, launched: Launched, memory: Memory) -> None:
         self.spec, self.call, self.memory = spec, launched.call, memory
         self.scale, self.unit, self.unit_log2, self.sign = (F32(f) for f in launched.factors)
-        self.block_m = BLOCKS["mma" if spec.dtype != "float32" and _used_mma(launched) else "fma"][0]
+        self.block_m = BLOCKS[spec.family][0] or self.call[c.TILE_ROWS]
+        assert self.call[c.TILE_ROWS] == self.block_m
         self.sequences = self.table(c.SEQUENCES, tiling.SEQUENCE_COLUMNS)
         self.runs = self.table(c.RUNS, tiling.RUN_COLUMNS)
 
@@ -114,7 +125,7 @@ class _Kernel:
             seen = kv_pos <= q_pos if self.spec.is_causal else np.ones(len(kv_pos), bool)
             score = keys[seen] @ (q * self.sign)
             if self.spec.bias != "none":
-                last_pos = tiling.last_held(self.runs, sequence, q_pos) if self.spec.is_causal else q_pos
+                last_pos = tiling.last_held(self.runs, sequence, q_pos) if self.call[c.HAS_SHIFT] else q_pos
                 score = score * self.scale + self.bias(kv_head * group + head, q_pos, last_pos, kv_pos[seen])
             if len(score):
                 m_i[i] = score.max()
@@ -218,7 +229,7 @@ class _Kernel:
                 top = m_i[i]
                 if call[c.HAS_SHIFT]:
                     q_pos = sequence[tiling.KV_LEN] - sequence[tiling.Q_LEN] + q_idx
-                    last_pos = tiling.last_held(self.runs, sequence, q_pos) if self.spec.is_causal else q_pos
+                    last_pos = tiling.last_held(self.runs, sequence, q_pos)
                     top = top + masks.left_align_shift(self.slope(head), np.int32(last_pos))
                 lse = self.view(call[c.LSE] + 4 * (token * call[c.KV_HEAD_NUM] * group + head), (1,), (4,), F32)
                 lse[0] = softmax.log_sum_exp(top, l_i[i], self.unit)
@@ -236,8 +247,3 @@ class _Table:
             return int(self[row][column])
         place = self._address + int(index) * 8 * self._columns
         return self._kernel.view(place, (self._columns,), (8,), np.int64).tolist()
-
-
-def _used_mma(launched: Launched) -> bool:
-    """Which family cut the tiles that a launch is about: the merge is not told by its own name."""
-    return ast.literal_eval(launched.cubin.decode())["cc"] >= (8, 0)

@@ -92,15 +92,19 @@ class Driver:
     def get_kernel(self, library: int, name: str) -> int:
         return int(self._call("cuLibraryGetKernel", self._api.CUlibrary(library), name.encode()))
 
+    def get_function(self, kernel: int) -> int:
+        """A kernel of the current context, loaded there: the first launch, which may be captured, has nothing left to do."""
+        return int(self._call("cuKernelGetFunction", self._api.CUkernel(kernel)))
+
     def allow_shared(self, kernel: int, ordinal: int, num_bytes: int) -> None:
         """Let blocks of a kernel have this much dynamic shared memory."""
         attribute = self._api.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
         device = self._call("cuDeviceGet", ordinal)
         self._call("cuKernelSetAttribute", attribute, num_bytes, self._api.CUkernel(kernel), device)
 
-    def launch(self, kernel: int, grid: int, block: int, shared_bytes: int, stream: int, parameters: int) -> None:
+    def launch(self, function: int, grid: int, block: int, shared_bytes: int, stream: int, parameters: int) -> None:
         """parameters: address of an array with the addresses of all parameters, which are copied."""
-        (error,) = self._launch(kernel, grid, 1, 1, block, 1, 1, shared_bytes, stream, parameters, 0)
+        (error,) = self._launch(function, grid, 1, 1, block, 1, 1, shared_bytes, stream, parameters, 0)
         if error:
             raise self._error("cuLaunchKernel", error)
 

@@ -6,10 +6,10 @@ from dataclasses import dataclass, replace
 
 from numba_prefix.arrays import ITEM_BYTES, Tensor
 from numba_prefix.cuda.compile import Compiled, compile_kernel
-from numba_prefix.cuda.devices import Device
+from numba_prefix.cuda.gpu import Device
 from numba_prefix.cuda.spec import HEAD_DIMS, KernelSpec
 from numba_prefix.errors import TargetUnavailableError
-from numba_prefix.planning import bias_of, has_shift
+from numba_prefix.planning import bias_of
 from numba_prefix.problem import Operands, Problem
 
 TENSOR_CORES = (8, 0)  # the oldest compute capability that family mma runs on
@@ -22,7 +22,7 @@ class Kernel:
     """A kernel as it is launched; block_m and block_n are 0 for the merge."""
 
     spec: KernelSpec
-    handle: int
+    function: int
     threads: int
     shared_bytes: int
     block_m: int
@@ -58,9 +58,9 @@ def attention_kernel(device: Device, problem: Problem, operands: Operands, out_d
 
 
 def merge_kernel(device: Device, attention: KernelSpec) -> Kernel:
-    """The kernel that joins the split tiles of another one."""
-    bias = attention.bias if has_shift(attention.bias, is_part=False) else "none"
-    return _load(device, replace(attention, family="merge", bias=bias, mask_dtype="", is_aligned=True))
+    """The kernel that joins the split tiles of another one, whatever its inputs are."""
+    out_dtype = attention.out_dtype
+    return _load(device, KernelSpec("merge", dtype=out_dtype, out_dtype=out_dtype, head_dim=attention.head_dim))
 
 
 def is_aligned(problem: Problem, operands: Operands) -> bool:
@@ -76,14 +76,16 @@ def _rows_are_aligned(t: Tensor, item: int) -> bool:
 
 
 def _load(device: Device, spec: KernelSpec) -> Kernel:
+    """The device's context is current."""
     kept = device.driver.kept
     kernel: Kernel | None = kept.get((device.ordinal, spec))
     if kernel is None:
         compiled, handle = _load_for_cc(device, spec)
         if DEFAULT_SHARED_BYTES < compiled.shared_bytes <= device.max_shared_bytes:
             device.driver.allow_shared(handle, device.ordinal, compiled.shared_bytes)
+        function = device.driver.get_function(handle)
         sizes = compiled.threads, compiled.shared_bytes, compiled.block_m, compiled.block_n
-        kernel = kept[device.ordinal, spec] = Kernel(spec, handle, *sizes)
+        kernel = kept[device.ordinal, spec] = Kernel(spec, function, *sizes)
     return kernel
 
 

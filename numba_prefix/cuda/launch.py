@@ -13,8 +13,8 @@ from numpy.typing import NDArray
 from numba_prefix.arrays import ITEM_BYTES, Tensor, describe, span
 from numba_prefix.cuda import spec as c
 from numba_prefix.cuda import streams
-from numba_prefix.cuda.devices import Device, get_device
 from numba_prefix.cuda.driver import get_driver
+from numba_prefix.cuda.gpu import Device, get_device
 from numba_prefix.cuda.kernels import Kernel, attention_kernel, merge_kernel
 from numba_prefix.cuda.plan import CudaPlan
 from numba_prefix.planning import Cutters, addresses_of, factors_of, has_shift, strides_of
@@ -24,7 +24,7 @@ from numba_prefix.workspace import ALIGNMENT
 
 MAX_PENDING = 64  # calls of a thread whose block tables are still to be judged, before it waits for the oldest
 
-Launch = tuple[int, int, int, int]  # kernel, grid, threads, bytes of shared memory
+Launch = tuple[int, int, int, int]  # function, grid, threads, bytes of shared memory
 
 
 class Parameters:
@@ -138,11 +138,12 @@ def _fill(
         *(problem.kv_head_num, problem.group_size, problem.head_size),
     )
     call[c.BLOCK_SIZE], call[c.NUM_BLOCKS] = problem.block_size, problem.num_blocks
+    call[c.TILE_ROWS] = kernel.block_m
     call[c.HAS_SHIFT] = has_shift(kernel.spec.bias, plan.is_part)
 
 
 def _launch(kernel: Kernel, grid: int) -> Launch:
-    return kernel.handle, grid, kernel.threads, kernel.shared_bytes
+    return kernel.function, grid, kernel.threads, kernel.shared_bytes
 
 
 def _copies_of_torch(operands: Operands) -> list[Tensor]:
@@ -184,8 +185,8 @@ def _launch_all(device: Device, bound: Bound, workspace: int, stream: int) -> No
     except IndexError:
         parameters = Parameters(bound.call, bound.factors)
     parameters.set_partials(round_up(workspace, ALIGNMENT))
-    for kernel, grid, threads, shared_bytes in bound.launches:
-        launch(kernel, grid, threads, shared_bytes, stream, parameters.address)
+    for function, grid, threads, shared_bytes in bound.launches:
+        launch(function, grid, threads, shared_bytes, stream, parameters.address)
     bound.spare.append(parameters)
 
 
@@ -243,8 +244,9 @@ def refuse_capture(stream: int, q: Tensor) -> None:
 
 def look(plan: CudaPlan) -> None:
     """Raise ValueError for a bad block id that a run has met so far."""
-    with plan.device.current():
-        plan.look()
+    if plan.loan.flag.is_set:
+        with plan.device.current():
+            plan.look()
 
 
 def check(plan: CudaPlan) -> None:

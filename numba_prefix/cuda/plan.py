@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from numba_prefix.arrays import ITEM_BYTES, Tensor, as_numpy, contiguous_strides, span
-from numba_prefix.cuda.devices import Device, Loan
+from numba_prefix.cuda.gpu import Device, Loan
 from numba_prefix.cuda.kernels import Kernel
 from numba_prefix.lengths import check_block_ids
 from numba_prefix.planning import Cutters, cut_work

@@ -10,18 +10,22 @@ from typing import Any
 import numpy as np
 
 from numba_prefix.arrays import Tensor
-from numba_prefix.cuda.devices import Device
+from numba_prefix.cuda.gpu import Device
 from numba_prefix.cuda.driver import LEGACY_STREAM
 
 _EXPECTED = "an integer handle or a stream of torch, CuPy, Numba or another library with __cuda_stream__"
 
 
 def stream_for(given: Any, query: Tensor) -> int:
-    """The handle of the caller's stream; for None torch's current one if query is a tensor of torch, else the legacy default
-    stream. Raises TypeError and ValueError."""
+    """The handle of the caller's stream; for None the current one of the library that query belongs to, if it is torch or
+    CuPy, else the legacy default stream. Raises TypeError and ValueError."""
     if given is not None:
         return handle_of(given, query.device)
-    return current_stream(query) if query.kind == "torch" else LEGACY_STREAM
+    if query.kind == "torch":
+        return current_stream(query)
+    if type(query.owner).__module__.partition(".")[0] == "cupy":
+        return int(sys.modules["cupy"].cuda.get_current_stream().ptr) or LEGACY_STREAM
+    return LEGACY_STREAM
 
 
 def current_stream(tensor: Tensor) -> int:

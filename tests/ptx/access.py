@@ -30,9 +30,12 @@ def addresses_of(machine: Any, address: Address) -> Callable[[Any], np.ndarray]:
         value = address.base.value if isinstance(address.base, Immediate) else machine.symbol(address.base)
         base, offset = np.full(machine.num_lanes, value, np.int64), address.offset
 
+    is_short = base.itemsize == 4
+
     def run(lanes: Any) -> np.ndarray:
         own = base if lanes is None else base[lanes]
-        return np.add(own, offset, dtype=np.int64, casting="unsafe")
+        total = np.add(own, offset, dtype=np.int64, casting="unsafe")
+        return total & 0xFFFFFFFF if is_short else total
 
     return run
 

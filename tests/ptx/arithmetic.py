@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 
 from . import floats
+from .carry import carry_plan
 from .floats import FLOATS, Function, float_plan
 from .forms import DTYPES, Form, Plan, elementwise, handles
 from .parse import Instruction
@@ -17,7 +18,7 @@ INTEGERS = ("s16", "u16", "s32", "u32", "s64", "u64")
 
 def _integer_plan(instruction: Instruction, kind: str, function: Any, dst_kind: str | None = None) -> Plan:
     def build(machine: Any, arrays: list[np.ndarray], out: np.ndarray) -> Function:
-        return partial(function, *arrays, out)
+        return partial(function, *arrays, out=out)
 
     build.is_ufunc = isinstance(function, np.ufunc)  # type: ignore[attr-defined]
     dst, *sources = instruction.operands
@@ -50,22 +51,26 @@ def _saturated(function: Any, a: np.ndarray, b: np.ndarray, out: np.ndarray) -> 
     np.copyto(out, np.clip(function(a.astype(np.int64), b), -(2**31), 2**31 - 1), "unsafe")
 
 
-def _rounding(form: Form, kind: str, *allowed: str) -> None:
-    """Only rounding to nearest even, which is also what is meant if nothing is written."""
-    form.one_of(*(allowed or ("rn",)), default="rn")
+@handles("addc", "subc", "madc")
+def _with_carry(instruction: Instruction) -> Plan:
+    return carry_plan(instruction)
 
 
 @handles("add", "sub", "mul", "mad", "fma")
 def _sums(instruction: Instruction) -> Plan:
+    if "cc" in instruction.opcode.split("."):
+        return carry_plan(instruction)
     form, head = Form(instruction), instruction.head
     part = form.one_of("lo", "hi", "wide", default="")
     is_flushed, is_saturated = form.flag("ftz"), form.flag("sat")
-    _rounding(form, "")
+    rounding = form.one_of("rn", "rz", "rm", "rp", default="rn")
     kind = form.type(*FLOATS, *(INTEGERS if head != "fma" else ()))
     form.done(4 if head in ("mad", "fma") else 3)
     if kind in FLOATS:
-        if part or (is_saturated and kind != "f32"):
+        if part or ((is_saturated or rounding != "rn") and kind != "f32"):
             raise instruction.unknown("form")
+        if rounding != "rn":
+            return float_plan(instruction, kind, floats.directed(head, rounding), is_flushed, is_saturated)
         function = {"add": np.add, "sub": np.subtract, "mul": np.multiply, "mad": floats.fma, "fma": floats.fma}[head]
         return float_plan(instruction, kind, function, is_flushed, is_saturated)
     if is_flushed or (head in ("mul", "mad")) != bool(part):
@@ -186,6 +191,21 @@ def _functions(instruction: Instruction) -> Plan:
     kind = form.type("f32", *(("f64",) if how == "rn" else ()), *(FLOATS[:4] if head in ("ex2", "tanh") else ()))
     form.done(2)
     return float_plan(instruction, kind, floats.through_float64(_APPROXIMATE[head]), is_flushed and kind == "f32")
+
+
+@handles("copysign")
+def _copysign(instruction: Instruction) -> Plan:
+    """copysign d, a, b: the sign of a, the rest of b."""
+    form = Form(instruction)
+    kind = form.type("f32", "f64")
+    dst, a, b = form.done(3)
+    bits = kind.replace("f", "b")
+    sign = DTYPES[bits].type(1 << (int(kind[1:]) - 1))
+
+    def build(machine: Any, arrays: list[np.ndarray], out: np.ndarray) -> Function:
+        return lambda: np.copyto(out, (arrays[0] & sign) | (arrays[1] & ~sign))
+
+    return elementwise(instruction, dst, bits, [(a, bits), (b, bits)], build)
 
 
 @handles("testp")

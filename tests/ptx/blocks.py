@@ -12,7 +12,11 @@ from .operands import Symbol
 from .parse import Instruction
 
 JUMPS = ("bra", "ret", "exit", "trap", "brkpt")
-WAITS = ("bar", "barrier")
+
+
+def waits(instruction: Instruction) -> bool:
+    """For a whole block, unlike bar.warp.sync."""
+    return instruction.head in ("bar", "barrier") and not instruction.opcode.startswith("bar.warp")
 
 
 class BasicBlock:
@@ -63,8 +67,8 @@ class BasicBlock:
             step(mask)
 
     def leave(self, machine: Any, mask: np.ndarray, waiting: dict[int, np.ndarray], barriers: Any) -> None:
-        head = self.last.head
-        if head not in JUMPS and head not in WAITS:
+        head, is_wait = self.last.head, waits(self.last)
+        if head not in JUMPS and not is_wait:
             _join(waiting, self.number + 1, mask)
             return
         taken, rest = self._parted(mask)
@@ -74,7 +78,7 @@ class BasicBlock:
             return
         if head == "bra":
             _join(waiting, self.target, taken)
-        elif head in WAITS:
+        elif is_wait:
             barriers.wait(self, taken, waiting)
         elif head in ("ret", "exit"):
             machine.exit(taken)
@@ -121,7 +125,9 @@ def split(machine: Any) -> list[BasicBlock]:
     """The kernel's blocks in order, bound to the machine; one past the end never runs."""
     kernel, plans = machine.kernel, machine.program.plans
     starts = {0, *kernel.labels.values()}
-    starts |= {i + 1 for i, instruction in enumerate(kernel.instructions) if instruction.head in (*JUMPS, *WAITS)}
+    starts |= {
+        i + 1 for i, instruction in enumerate(kernel.instructions) if instruction.head in JUMPS or waits(instruction)
+    }
     starts.discard(len(kernel.instructions))
     ordered = sorted(starts)
     number_at = {start: number for number, start in enumerate(ordered)}
@@ -139,7 +145,7 @@ def split(machine: Any) -> list[BasicBlock]:
                     label = instruction.operands[0]
                     assert isinstance(label, Symbol)
                     block.target = number_at.get(kernel.labels[label.name], len(ordered))
-            elif instruction.head in WAITS:
+            elif waits(instruction):
                 block.guard, block.is_negated = guard, instruction.is_guard_negated
                 block.wait = plans[place](machine)
             else:

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from .floats import NAN, flush, round_bf16, widen_bf16
+from .floats import NAN, flush, round_bf16, round_directed, widen_bf16
 from .forms import DTYPES, Form, Plan, elementwise, handles
 from .parse import WIDTHS, Instruction
 
@@ -134,35 +134,20 @@ def _narrow(values: np.ndarray, to: str, rounding: str, out: np.ndarray) -> None
             return
         # Truncated to a float32 with a sticky last bit, which the second rounding heeds.
         short = values.astype(np.float32)
-        bits = _directed(values, short, "rz").view(np.uint32)
+        bits = round_directed(values, short, "rz").view(np.uint32)
         inexact = bits.view(np.float32).astype(np.longdouble) != values.astype(np.longdouble)
         sticky = (bits | inexact.astype(np.uint32)).view(np.float32)
         np.copyto(out, round_bf16(sticky, rounding == "rz"))
         return
     result = values.astype(DTYPES[to])
     if rounding in ("rz", "rm", "rp"):
-        result = _directed(values, result, rounding)
+        result = round_directed(values, result, rounding)
     is_nan = np.isnan(result)
     if is_nan.any():
         result[is_nan] = NAN if to == "f32" else np.nan
         if to == "f16":
             result.view(np.uint16)[is_nan] = 0x7FFF
     np.copyto(out, result)
-
-
-def _directed(exact: np.ndarray, nearest: np.ndarray, rounding: str) -> np.ndarray:
-    wide = nearest.astype(np.longdouble)
-    exact = exact.astype(np.longdouble)
-    up, down = nearest.dtype.type(np.inf), nearest.dtype.type(-np.inf)
-    too_high = wide > exact
-    too_low = wide < exact
-    if rounding == "rz":
-        too_high, too_low = too_high & (exact > 0), too_low & (exact < 0)
-    elif rounding == "rm":
-        too_low = np.zeros_like(too_low)
-    else:
-        too_high = np.zeros_like(too_high)
-    return np.where(too_high, np.nextafter(nearest, down), np.where(too_low, np.nextafter(nearest, up), nearest))
 
 
 def _packed(instruction: Instruction, operands: list[Any], to: str, rounding: str, is_relu: bool) -> Plan:

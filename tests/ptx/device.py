@@ -10,14 +10,12 @@ import ctypes
 import functools
 import os
 import threading
-import weakref
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
-from numba_prefix.arrays import contiguous_strides
 from numba_prefix.cuda.driver import LEGACY_STREAM, DriverError
 from numba_prefix.cuda.spec import CALL_LENGTH, FACTORS_LENGTH
 
@@ -92,9 +90,10 @@ class FakeDriver:
         self.shared_allowed: dict[int, int] = {}
         self._contexts = threading.local()
         self._modes = threading.local()
-        self._handles = iter(range(1 << 20, 1 << 30))
+        self._handles = iter(range(1 << 20, 1 << 30, 2))
         self._libraries: dict[int, bytes] = {}
         self._kernels: dict[int, tuple[bytes, str]] = {}
+        self._functions: dict[int, int] = {}
         self._events: dict[int, bool] = {}
         self._host_pages: list[np.ndarray] = []
         self._queue: list[Callable[[], None]] = []
@@ -123,8 +122,13 @@ class FakeDriver:
         self.memory.add(unique, array)
         return unique
 
-    def forget(self, unique: str) -> None:
-        self.memory.remove(unique)
+    def forget(self, unique: str, array: np.ndarray) -> None:
+        """Its owner is gone: as with any allocator that knows streams, it stays for what is under way."""
+
+        def work(_: np.ndarray = array) -> None:
+            self.memory.remove(unique)
+
+        self._submit(work)
 
     def _submit(self, work: Callable[[], None]) -> None:
         self._queue.append(work)
@@ -191,14 +195,21 @@ class FakeDriver:
         return handle
 
     @logged
+    def get_function(self, kernel: int) -> int:
+        self._check_current("cuKernelGetFunction")
+        self._functions[kernel + 1] = kernel
+        return kernel + 1
+
+    @logged
     def allow_shared(self, kernel: int, ordinal: int, num_bytes: int) -> None:
         if num_bytes > self.max_shared_bytes:
             raise DriverError("cuKernelSetAttribute", "CUDA_ERROR_INVALID_VALUE")
         self.shared_allowed[kernel] = num_bytes
 
     @logged
-    def launch(self, kernel: int, grid: int, block: int, shared_bytes: int, stream: int, parameters: int) -> None:
+    def launch(self, function: int, grid: int, block: int, shared_bytes: int, stream: int, parameters: int) -> None:
         self._check_current("cuLaunchKernel")
+        kernel = self._functions[function]
         allowed = self.shared_allowed.get(kernel, 48 << 10)
         if not 0 < grid < 2**31 or not 0 < block <= 1024 or shared_bytes > allowed:
             raise DriverError("cuLaunchKernel", "CUDA_ERROR_INVALID_VALUE")
@@ -311,93 +322,6 @@ class FakeDriver:
         self._host_pages.append(page)
         self.memory.add(f"host page {page.ctypes.data:#x}", page)
         return page.ctypes.data, page.ctypes.data
-
-
-class _DLTensor(ctypes.Structure):
-    _fields_ = (
-        ("data", ctypes.c_void_p),
-        ("device", ctypes.c_int32 * 2),
-        ("ndim", ctypes.c_int32),
-        ("dtype", ctypes.c_uint8 * 2),
-        ("lanes", ctypes.c_uint16),
-        ("shape", ctypes.POINTER(ctypes.c_int64)),
-        ("strides", ctypes.POINTER(ctypes.c_int64)),
-        ("byte_offset", ctypes.c_uint64),
-        ("manager_ctx", ctypes.c_void_p),
-        ("deleter", ctypes.c_void_p),
-    )
-
-
-_new_capsule = ctypes.PYFUNCTYPE(ctypes.py_object, ctypes.c_void_p, ctypes.c_char_p, ctypes.c_void_p)(
-    ("PyCapsule_New", ctypes.pythonapi)
-)
-_CODES = {"i": 0, "u": 1, "f": 2, "V": 4}  # V: ml_dtypes.bfloat16
-
-
-class DeviceArray:
-    """An array on a fake GPU, over memory of NumPy's. protocol: "dlpack", or "cuda" for the CUDA array interface."""
-
-    def __init__(
-        self,
-        driver: FakeDriver,
-        array: np.ndarray,
-        *,
-        ordinal: int = 0,
-        protocol: str = "dlpack",
-        stream: int | None = None,
-    ) -> None:
-        self.driver, self.array, self.ordinal, self.protocol = driver, array, ordinal, protocol
-        self.stream = stream
-        weakref.finalize(self, driver.forget, driver.register(array, "array")).atexit = False
-        if protocol == "dlpack":
-            self.__dlpack__ = self._capsule
-            self.__array_namespace__ = lambda: _Namespace(self)
-        else:
-            interface = {"shape": array.shape, "typestr": array.dtype.str, "strides": array.strides, "version": 3}
-            interface |= {"data": (array.ctypes.data, not array.flags.writeable), "stream": stream}
-            self.__cuda_array_interface__ = interface
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        return self.array.shape
-
-    @property
-    def dtype(self) -> Any:
-        return self.array.dtype
-
-    def _capsule(self, **_: Any) -> Any:
-        a = self.array
-        shape, strides = (ctypes.c_int64 * a.ndim)(*a.shape), (ctypes.c_int64 * a.ndim)()
-        strides[:] = [s // a.itemsize for s in a.strides] if a.size else contiguous_strides(a.shape)
-        tensor = _DLTensor(data=a.ctypes.data, device=(2, self.ordinal), ndim=a.ndim, lanes=1)
-        tensor.dtype[:] = _CODES[a.dtype.kind], 8 * a.itemsize
-        tensor.shape, tensor.strides = shape, strides
-        self._last = tensor, shape, strides  # a capsule points into them
-        return _new_capsule(ctypes.addressof(tensor), b"dltensor", None)
-
-    def __getitem__(self, index: Any) -> Any:
-        return self.array[index]
-
-    def tolist(self) -> Any:
-        return self.array.tolist()
-
-    def copy(self, order: str) -> DeviceArray:
-        return self._like(np.array(self.array, order=order))  # type: ignore[arg-type]
-
-    def _like(self, array: np.ndarray) -> DeviceArray:
-        return DeviceArray(self.driver, array, ordinal=self.ordinal, protocol=self.protocol, stream=self.stream)
-
-
-class _Namespace:
-    __name__ = "device_arrays"
-    float16, float32 = np.dtype(np.float16), np.dtype(np.float32)
-
-    def __init__(self, owner: DeviceArray) -> None:
-        self._owner = owner
-
-    def empty(self, shape: Any, dtype: Any, device: Any = None) -> DeviceArray:
-        """Filled with NaN, so that what is never written shows."""
-        return self._owner._like(np.full(shape, np.nan, dtype))
 
 
 def each_call(driver: FakeDriver, *names: str) -> Iterator[tuple[Any, ...]]:

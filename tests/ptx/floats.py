@@ -1,8 +1,7 @@
 """Float arithmetic as GPUs do it: rounding, flushed subnormal numbers, NaN.
 
-float32 is computed in float32; fma in float64 and rounded once more, which differs from one rounding only where the
-float64 sum falls on a float32 midpoint (about once in 2**29). Approximations are the exact values, rounded: a GPU's may be
-off by a few units in the last place. 16-bit types are computed in float32 and rounded, which is exact but for fma.
+Sums, products and fma are rounded once. Approximations are the exact values, rounded: a GPU's may be off by a few units in
+the last place. 16-bit types are computed in float32 and rounded again, which only for fma is not always the same.
 """
 
 from __future__ import annotations
@@ -19,6 +18,7 @@ from .parse import Instruction
 
 TINY = np.float32(2.0**-126)
 NAN = np.array(0x7FFFFFFF, np.uint32).view(np.float32)
+_BELOW, _MIDPOINT = np.uint64(2**29 - 1), np.uint64(2**28)  # what float64 has below float32's last bit
 FLOATS = ("f16", "bf16", "f16x2", "bf16x2", "f32", "f32x2", "f64")
 Function = Callable[..., None]
 
@@ -39,14 +39,54 @@ def flush(values: np.ndarray) -> np.ndarray:
 
 
 def fma(a: np.ndarray, b: np.ndarray, c: np.ndarray, out: np.ndarray) -> None:
-    if out.dtype != np.float64:
-        product = np.multiply(a, b, dtype=np.float64)
-        product += c
-        np.copyto(out, product, "unsafe")
+    """One rounding, to the nearest."""
+    if out.dtype == np.float64:
+        for lane in range(len(out)):
+            out[lane] = _fma64(float(a[lane]), float(b[lane]), float(c[lane]))
         return
-    for lane in range(len(out)):
-        values = (float(a[lane]), float(b[lane]), float(c[lane]))
-        out[lane] = _fma64(*values)
+    product = np.multiply(a, b, dtype=np.float64)
+    total = product + c
+    # A sum that falls on the midpoint of two float32 may have been rounded to it.
+    if np.count_nonzero(total.view(np.uint64) & _BELOW == _MIDPOINT):
+        total = _sticky(product, c.astype(np.float64), total)
+    np.copyto(out, total, "unsafe")
+
+
+def _sticky(a: np.ndarray, b: np.ndarray, total: np.ndarray) -> np.ndarray:
+    """a + b rounded to odd: a later rounding to fewer bits is then as if of the exact sum."""
+    back = total - a
+    error = (a - (total - back)) + (b - back)
+    bits = total.view(np.int64)
+    odd = bits + np.where((error > 0) == (total > 0), 1, -1)
+    return np.where((error != 0) & (bits & 1 == 0) & np.isfinite(total), odd, bits).view(np.float64)
+
+
+def directed(head: str, rounding: str) -> Function:
+    """Addition, subtraction, multiplication or fma of float32, rounded towards zero, down or up."""
+
+    def run(*arrays: np.ndarray) -> None:
+        *inputs, out = arrays
+        a, b, *c = (array.astype(np.float64) for array in inputs)
+        first, second = {"add": (a, b), "sub": (a, -b), "mul": (a * b, None)}.get(head, (a * b, c[0] if c else None))
+        exact = first if second is None else _sticky(first, second, first + second)
+        np.copyto(out, round_directed(exact, exact.astype(np.float32), rounding))
+
+    return run
+
+
+def round_directed(exact: np.ndarray, nearest: np.ndarray, rounding: str) -> np.ndarray:
+    """The neighbour of `nearest` on the right side of `exact`: rz, rm (down) or rp (up)."""
+    wide = nearest.astype(exact.dtype)
+    up, down = nearest.dtype.type(np.inf), nearest.dtype.type(-np.inf)
+    too_high, too_low = wide > exact, wide < exact
+    if rounding == "rz":
+        too_high, too_low = too_high & (exact > 0), too_low & (exact < 0)
+    elif rounding == "rm":
+        too_low = np.zeros_like(too_low)
+    else:
+        too_high = np.zeros_like(too_high)
+    lower, higher = np.nextafter(nearest, down), np.nextafter(nearest, up)
+    return np.where(too_high, lower, np.where(too_low, higher, nearest))
 
 
 def _fma64(a: float, b: float, c: float) -> float:

@@ -152,6 +152,10 @@ class Machine:
             self._scratch[kind, role] = np.empty(size or self.num_lanes, DTYPES[kind])
         return self._scratch[kind, role]
 
+    def flag(self, name: str) -> np.ndarray:
+        """A hidden predicate register."""
+        return self.register(Register(f"flag {name}", "pred"))
+
     def symbol(self, symbol: Symbol) -> int:
         if symbol.name not in self._symbols:
             raise UnknownInstruction(f"symbol {symbol.name}")

@@ -18,7 +18,7 @@ _SPECIAL = re.compile(
     r"%(?:(?:tid|ntid|ctaid|nctaid)\.[xyz]|laneid|warpid|nwarpid|lanemask_(?:eq|lt|le|gt|ge)|(?:dynamic|total)_smem_size)"
 )
 _INTEGER = re.compile(r"([+-]?)\s*(0[xX][0-9a-fA-F]+|\d+)U?")
-_ADDRESS = re.compile(r"\[\s*([\w$%.]+)\s*(?:\+\s*([+-]?\s*\w+))?\s*\]")
+_ADDRESS = re.compile(r"\[\s*([\w$%.]+)\s*(?:((?:[+-]\s*)+)(\w+))?\s*\]")
 
 
 @dataclass(frozen=True)
@@ -138,6 +138,6 @@ def _address(text: str, scopes: list[Scope], kernel: Kernel, line: int) -> Addre
     match = _ADDRESS.fullmatch(text)
     if not match:
         raise UnknownInstruction(f"line {line}: address: {text}")
-    offset = match.group(2)
-    base = parse_operand(match.group(1), scopes, kernel, line)
-    return Address(base, int(offset.replace(" ", ""), 0) if offset else 0)
+    name, signs, number = match.groups()
+    offset = int(number, 0) if number else 0
+    return Address(parse_operand(name, scopes, kernel, line), -offset if (signs or "").count("-") % 2 else offset)

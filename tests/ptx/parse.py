@@ -194,7 +194,8 @@ def _statement(kernel: Kernel, scopes: list[Scope], text: str, line: int) -> Non
         kernel.variables[name] = variable
         return
     if text.startswith("."):
-        raise UnknownInstruction(f"line {line}: directive: {text}")
+        what = "a call's parameter" if text.startswith(".param") else "directive"
+        raise UnknownInstruction(f"line {line}: {what}: {text}")
     guard, is_negated = None, False
     rest = text
     if match := _GUARD.match(rest):

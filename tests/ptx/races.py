@@ -56,7 +56,9 @@ class Races:
         self.write_time[granules] = self.time
         lost = self.writer[granules] != marks
         if lost.any():
-            self._race(site, lanes, granules, lost, "is written twice by one instruction")
+            row, column = np.argwhere(lost)[0]
+            other = self.writer[granules[row, column]]
+            self._race(site, lanes, granules, lost, f"is written, also by thread {int(other)}")
 
     def land(self, lanes: np.ndarray, granules: np.ndarray) -> None:
         self.writer[granules] = self.machine.thread[lanes][:, None]

@@ -118,7 +118,7 @@ def _mma(instruction: Instruction) -> Plan:
         places = [machine.place(item, "f32") for item in d.items]
 
         def run(mask: np.ndarray | None) -> None:
-            warps = whole_warps(machine, site, mask)
+            warps = whole_warps(machine, site, mask, needs_all=True)
             total = np.concatenate(given).take(order).astype(np.float64)
             for products in np.matmul(left(), right()):
                 total += products
@@ -172,7 +172,7 @@ def _ldmatrix(instruction: Instruction) -> Plan:
         shared = machine.space("shared")
 
         def run(mask: np.ndarray | None) -> None:
-            warps = whole_warps(machine, site, mask)
+            warps = whole_warps(machine, site, mask, needs_all=True)
             lanes = (warps[:, None] * 32 + np.arange(8 * count)).reshape(-1)
             own = where(lanes)
             spots = shared.places(site, lanes, own, 16)
@@ -205,7 +205,7 @@ def _stmatrix(instruction: Instruction) -> Plan:
         shared = machine.space("shared")
 
         def run(mask: np.ndarray | None) -> None:
-            warps = whole_warps(machine, site, mask)
+            warps = whole_warps(machine, site, mask, needs_all=True)
             lanes = (warps[:, None] * 32 + np.arange(8 * count)).reshape(-1)
             own = where(lanes)
             spots = shared.places(site, lanes, own, 16)
@@ -218,6 +218,33 @@ def _stmatrix(instruction: Instruction) -> Plan:
                 matrices[:, i, row, column] = halves
             shared.view(np.dtype("u2"), 8)[spots // 16] = matrices.reshape(-1, 8)
             machine.order_warp_numbers(warps)
+
+        return (lambda: run(None)), run
+
+    return plan
+
+
+@handles("movmatrix", is_pure=False)
+def _movmatrix(instruction: Instruction) -> Plan:
+    form = Form(instruction)
+    for part in ("sync", "aligned", "m8n8", "trans"):
+        form.one_of(part)
+    form.type("b16")
+    dst, source = form.done(2)
+    row, column = _halves(False)
+    order = np.empty((8, 8), np.int64)
+    order[row, column] = np.arange(64).reshape(32, 2)
+    picked = order.T[row, column].reshape(-1)
+
+    def plan(machine: Any) -> Step:
+        site, array, place = machine.site(instruction), machine.read(source, "b32"), machine.place(dst, "b32")
+
+        def run(mask: np.ndarray | None) -> None:
+            warps = whole_warps(machine, site, mask, needs_all=True)
+            halves = array.view(np.uint16).reshape(-1, 64)[:, picked]
+            result = np.ascontiguousarray(halves).view(np.uint32).reshape(-1)
+            machine.order_warp_numbers(warps)
+            np.copyto(place, result, where=True if mask is None else mask)
 
         return (lambda: run(None)), run
 

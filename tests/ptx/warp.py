@@ -49,17 +49,22 @@ class Party:
         self.machine.order_warps(here)
 
 
-def whole_warps(machine: Any, site: Any, mask: np.ndarray | None) -> np.ndarray:
-    """The warps (numbers) that reach an .aligned instruction; all of their lanes that have not exited must."""
+def whole_warps(machine: Any, site: Any, mask: np.ndarray | None, needs_all: bool = False) -> np.ndarray:
+    """The warps (numbers) that reach an .aligned instruction; all of their lanes that have not exited must.
+
+    needs_all: no lane may have exited, or be missing since the block's size is no multiple of 32.
+    """
     if mask is None:
         return machine.all_warps
     here = mask.reshape(-1, 32)
     reached = here.any(axis=1)
-    missing = reached[:, None] & machine.alive.reshape(-1, 32) & ~here
+    missing = reached[:, None] & ~here
+    if not needs_all:
+        missing &= machine.alive.reshape(-1, 32)
     if missing.any():
         lane = int(np.flatnonzero((reached[:, None] & here & missing.any(axis=1)[:, None]).reshape(-1))[0])
         away = int(np.flatnonzero(missing.reshape(-1))[0])
-        raise site.fault(Divergence, None, lane, f"lane {away % 32} of its warp is elsewhere")
+        raise site.fault(Divergence, None, lane, f"lane {away % 32} of its warp is elsewhere, or has exited")
     return np.flatnonzero(reached)
 
 

@@ -6,12 +6,13 @@ behind them, without waiting.
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import os
 import threading
 import weakref
 from collections import deque
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -21,6 +22,7 @@ from numba_prefix.errors import TargetUnavailableError
 from numba_prefix.uninterrupted import keep_over_forks
 
 OLDEST = (7, 5)
+Item = TypeVar("Item")
 RELAXED = 2  # a mode of Driver.exchange_capture_mode
 FLAG_BYTES = 4
 FLAGS_PER_PAGE = 1024
@@ -144,8 +146,8 @@ class Device:
 
     def borrow(self) -> Loan:
         """The device's context is current, captures are allowed for."""
-        for _ in range(len(self._postponed)):
-            self._give_back(*self._postponed.popleft())
+        for postponed in _taken(self._postponed):
+            self._give_back(*postponed)
         return Loan(self)
 
     def _take_flag(self) -> Flag:
@@ -162,8 +164,7 @@ class Device:
                 return flag
 
     def _recycle_flags(self) -> None:
-        for _ in range(len(self._ending)):
-            event, flag = self._ending.popleft()
+        for event, flag in _taken(self._ending):
             if self.driver.is_done(event):
                 self.driver.destroy_event(event)
                 self._free_flags.append(flag)
@@ -189,6 +190,15 @@ class Device:
                 self._ending.append((event, flag))
         except DriverError:  # a stream is gone, or all of CUDA: nobody knows any more who uses the memory
             pass
+
+
+def _taken(queue: deque[Item]) -> list[Item]:
+    """What is in a queue now, and is then no more; other threads may take from it, and add to it, meanwhile."""
+    taken = []
+    with contextlib.suppress(IndexError):
+        for _ in range(len(queue)):
+            taken.append(queue.popleft())
+    return taken
 
 
 def get_device(ordinal: int) -> Device:
