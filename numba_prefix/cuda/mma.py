@@ -61,6 +61,7 @@ def make(spec: c.KernelSpec) -> c.Source:
     ROW_BYTES, CHUNKS = 2 * HEAD_DIM, HEAD_DIM // 8
     Q_TILE, K_TILE, V_TILE = 0, BLOCK_M * ROW_BYTES, (BLOCK_M + BLOCK_N) * ROW_BYTES
     STEPS, KEY_PAIRS, DIM_PAIRS = HEAD_DIM // 16, BLOCK_N // 16, HEAD_DIM // 16
+    # Loops over acc are short, or in halves: long ones LLVM unrolls too late to keep what they index in registers.
     Q_SIZE, ACC_SIZE, S_SIZE, P_SIZE = 4 * STEPS, 8 * DIM_PAIRS, 8 * KEY_PAIRS, 4 * KEY_PAIRS
     KEEPS_Q = HEAD_DIM <= MAX_KEPT_HEAD_DIM
     IS_ALIGNED = spec.is_aligned
@@ -189,20 +190,27 @@ def make(spec: c.KernelSpec) -> c.Source:
         return found
 
     @inline
-    def move_nonfinite(acc: Any, first: Any, count: Any, limit: Any, base: Any) -> None:
-        """Takes infinities and NaNs out of the value tile and adds them to the rows that see them, and to no other: in the
-        products, a hidden key's weight of 0 takes part."""
+    def add_nonfinite(acc: Any, first: Any, count: Any, limit: Any, base: Any, begin: Any) -> None:
+        """Infinities and NaNs of half the value tile, chunks `begin` and after, added to the rows that see them."""
         column = 4 * (cuda.threadIdx.x & 3)
         for key in range(count):
             is_seen0 = rules.is_visible(first + key, limit[0])
             is_seen1 = rules.is_visible(first + key, limit[1])
-            for d in range(CHUNKS):
+            for j in range(DIM_PAIRS):
+                d = begin + j
                 at = np.int32(base + V_TILE + place(np.int32(key), np.int32(d)) + column)
                 low, high = rest(ptx.load_shared_i32(at))
                 if is_seen0:
                     acc[4 * d], acc[4 * d + 1] = acc[4 * d] + low, acc[4 * d + 1] + high
                 if is_seen1:
                     acc[4 * d + 2], acc[4 * d + 3] = acc[4 * d + 2] + low, acc[4 * d + 3] + high
+
+    @inline
+    def move_nonfinite(acc: Any, first: Any, count: Any, limit: Any, base: Any) -> None:
+        """Takes infinities and NaNs out of the value tile and adds them to the rows that see them, and to no other: in the
+        products, a hidden key's weight of 0 takes part."""
+        add_nonfinite(acc, first, count, limit, base, 0)
+        add_nonfinite(acc, first, count, limit, base, DIM_PAIRS)
         cuda.syncthreads()
         for i in range(BLOCK_N * CHUNKS // THREADS):
             at = np.int32(base + V_TILE + CHUNK * (i * THREADS + cuda.threadIdx.x))
