@@ -1,10 +1,10 @@
 """numba_prefix: paged-prefix attention (Ascend ATB's SelfAttention PrefixEncoder) in Python, compiled by Numba."""
 
 from numba_prefix.cpu.threads import get_num_threads, set_num_threads
+from numba_prefix.errors import TargetUnavailableError
 from numba_prefix.front import (
     Context,
     Op,
-    TargetUnavailableError,
     prefix_encoder,
     self_attention_prefix_encoder,
     self_attention_prefix_encoder_get_workspace_size,

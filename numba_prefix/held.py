@@ -6,9 +6,10 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
-from numba_prefix.arrays import Tensor, as_numpy
+from numba_prefix.arrays import Tensor
 from numba_prefix.masks import MaskType, left_align_shift
 from numba_prefix.problem import Problem
+from numba_prefix.slopes import slope_values
 from numba_prefix.tiling import END_RUN, FIRST_RUN, HELD_BEFORE, RUN_BEGIN, RUN_COLUMNS, RUN_END
 
 
@@ -43,13 +44,13 @@ def part_shift(
     """float32 [num_tokens, head_num] that the lse of a part of the keys lacks; None for 0.
 
     Left-aligned biases grow with the position: an lse that had them would have few bits left to weigh parts by, 1e-3 at
-    30,000 keys and a slope of 1/2. Slopes are on the CPU.
+    30,000 keys and a slope of 1/2. Slopes on a GPU are waited for.
     """
     if problem.mask_type is not MaskType.ALIBI_COMPRESS_LEFT_ALIGN or problem.mask_form == "heads":
         return None
     starts = np.cumsum(q_len) - q_len
     q_pos = np.arange(problem.num_tokens) + np.repeat(kv_len - q_len - starts, q_len)
-    slope = np.ones(problem.head_num, np.float32) if slopes is None else as_numpy(slopes)
+    slope = np.ones(problem.head_num, np.float32) if slopes is None else np.array(slope_values(slopes), np.float32)
     shift: NDArray[np.float32] = left_align_shift(slope, q_pos.astype(np.int32)[:, None])
     return shift
 

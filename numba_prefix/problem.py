@@ -13,7 +13,6 @@ from functools import lru_cache
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
 from numba_prefix.arrays import (
     Tensor,
@@ -32,6 +31,7 @@ from numba_prefix.lengths import (
     check_lengths,
 )
 from numba_prefix.masks import MaskType
+from numba_prefix.slopes import checked_slopes
 
 __all__ = [
     "FLOAT_DTYPES",
@@ -81,6 +81,10 @@ class Problem:
         """Query heads per kv head."""
         return self.head_num // self.kv_head_num
 
+    @property
+    def is_causal(self) -> bool:
+        return self.mask_type is not MaskType.NONE
+
 
 _problem = lru_cache(maxsize=256)(Problem)
 
@@ -112,6 +116,7 @@ def static_problem(
     kv_head_num: Any = None,
     qk_scale: Any = 1.0,
     out_dtype: str | None = None,
+    known_slopes: Tensor | None = None,
 ) -> tuple[Problem, Operands]:
     """Check everything that needs no array's values (but the slopes'), and describe it.
 
@@ -120,7 +125,8 @@ def static_problem(
     block_tables: integers [batch, max_block_num]; other types than int32 are copied to int32, clipping misfits.
     mask: query's dtype or float32, [256, 256] or [head_num, mask_len, 128] for an ALiBi kind; [128, 128] (never read)
     for CAUSAL_MASK. slopes: float32 [head_num] array, or a list or tuple of numbers; on query's device or on the host.
-    out: writable, as query, sharing no memory with an input. out_dtype: None for query's. Raises TypeError and ValueError.
+    out: writable, as query, sharing no memory with an input. out_dtype: None for query's. known_slopes: checked before;
+    on a GPU they are not read again. Raises TypeError and ValueError.
     """
     kind = mask_type if type(mask_type) is MaskType else MaskType.parse(mask_type)
     scale = _qk_scale(qk_scale)
@@ -141,7 +147,7 @@ def static_problem(
     form, mask_t = ("none", None) if mask is None else _mask(describe(mask, "mask"), q, heads, kind)
     slopes_t = None
     if slopes is not None or (kind.is_alibi and mask is None):
-        slopes_t = _slopes(slopes, q.device, heads, kind, is_positive=mask is None)
+        slopes_t = checked_slopes(slopes, q.device, heads, kind, known_slopes, is_positive=mask is None)
     if form == "heads":
         slopes_t = None
     out_t = (
@@ -328,52 +334,6 @@ def _mask(t: Tensor, q: Tensor, heads: int, kind: MaskType) -> tuple[str, Tensor
     if t.ndim == 3 and t.shape[0] == heads and t.shape[2] == HEADS_MASK_COLUMNS:
         return "heads", t
     raise ValueError(f"mask: got shape {t.shape}, expected (256, 256) or ({heads}, maskLen, {HEADS_MASK_COLUMNS})")
-
-
-def _slopes(slopes: Any, device: str, heads: int, kind: MaskType, *, is_positive: bool) -> Tensor:
-    if slopes is None:
-        raise ValueError(f"slopes: got None, expected float32 [{heads}] with mask_type {kind.name} and no mask")
-    if not kind.is_alibi:
-        raise ValueError(f"slopes: got slopes, expected None with mask_type {kind.name} (only ALiBi kinds use them)")
-    t = describe(_slopes_array(slopes) if isinstance(slopes, (list, tuple)) else slopes, "slopes")
-    if t.dtype != "float32":
-        raise TypeError(f"slopes: got dtype {t.dtype}, expected float32")
-    if t.shape != (heads,):
-        raise ValueError(f"slopes: got shape {t.shape}, expected ({heads},), one per query head")
-    if t.device not in (device, "cpu"):
-        raise ValueError(f"slopes: got an array on {t.device}, expected one on {device} (query's device) or on the CPU")
-    values = _slope_values(t)
-    if not all(map(math.isfinite, values)):
-        head, value = next((h, v) for h, v in enumerate(values) if not math.isfinite(v))
-        raise ValueError(f"slopes: got {value} for head {head}, expected finite numbers")
-    if is_positive and min(values) < 0:
-        head, value = next((h, v) for h, v in enumerate(values) if v < 0)
-        raise ValueError(
-            f"slopes: got {value} for head {head}, expected numbers >= 0: without a mask these are the paper's "
-            "positive slopes, which the kernel negates"
-        )
-    return t
-
-
-def _slopes_array(slopes: list[Any] | tuple[Any, ...]) -> NDArray[np.float32]:
-    for head, slope in enumerate(slopes):
-        if isinstance(slope, bool) or not isinstance(slope, (int, float, np.integer, np.floating)):
-            raise TypeError(f"slopes: got {type(slope).__name__} for head {head}, expected a real number")
-    with np.errstate(over="ignore"):
-        try:
-            return np.array(slopes, np.float64).astype(np.float32)
-        except OverflowError:
-            raise ValueError("slopes: got an integer too large for float32, expected finite numbers") from None
-
-
-def _slope_values(t: Tensor) -> list[float]:
-    """The slopes' values; for slopes on a GPU this waits for the device."""
-    if t.device == "cpu":
-        return list(as_numpy(t).tolist())
-    read = getattr(t.owner, "tolist", None) or getattr(t.owner, "copy_to_host", None)
-    if read is None:
-        raise TypeError(f"slopes: got {type(t.owner).__name__} on {t.device}, expected slopes on the CPU")
-    return [float(v) for v in read()]
 
 
 def _out(t: Tensor, q: Tensor, dtype: str, inputs: tuple[Tensor | None, ...]) -> Tensor:

@@ -1,8 +1,9 @@
 """How the work is cut: tiles, key ranges, page lookup, split keys and the work list. Pure integers, shared by all targets.
 
-A tile is up to BLOCK_M rows of one sequence and one kv head. Its rows are numbered through (query token, head of the group):
-row = q_idx * group_size + group_idx, so that all heads that read the same keys share them. A tile walks its keys BLOCK_N at
-a time. Everything here depends on one sequence alone, never on batch mates or threads, so that results do not either.
+A tile is up to block_m rows of one sequence and one kv head. Its rows are numbered through (query token, head of the group):
+row = q_idx * group_size + group_idx, so that all heads that read the same keys share them. A tile walks its keys block_n at
+a time; both sizes are the target's own. Everything here depends on one sequence alone, never on batch mates or threads, so
+that results do not either.
 
 A call may attend to a part of a sequence's keys, its held keys: runs of consecutive positions, in order, at least one run
 to a sequence (which may be empty). Held keys are counted by `kv_idx`, from 0 and without gaps; `kv_pos` is where one of
@@ -12,11 +13,6 @@ them sits. Where all keys are held, both are the same.
 from __future__ import annotations
 
 from typing import Any
-
-# 128 x 128 beats 64 x 64 by about 10 % on one thread (AVX-512, head size 128): keys and values are widened for twice the
-# rows, accumulators loaded and stored for twice the keys, and the working set of 300 KB still fits an L2 cache.
-BLOCK_M = 128
-BLOCK_N = 128
 
 # The keys of a sequence are split until each kv head gives this many work items, but never below MIN_SPLIT_KEYS a split. The
 # number of heads does not enter: a rank that holds some of them gets the same bits.
@@ -50,12 +46,12 @@ def round_up(a: Any, b: Any) -> Any:
     return ceil_div(a, b) * b
 
 
-def num_m_blocks(q_len: Any, group_size: Any) -> Any:
-    return ceil_div(q_len * group_size, BLOCK_M)
+def num_m_blocks(q_len: Any, group_size: Any, block_m: Any) -> Any:
+    return ceil_div(q_len * group_size, block_m)
 
 
-def rows_in_tile(q_len: Any, group_size: Any, m_block: Any) -> Any:
-    return min(BLOCK_M, q_len * group_size - m_block * BLOCK_M)
+def rows_in_tile(q_len: Any, group_size: Any, m_block: Any, block_m: Any) -> Any:
+    return min(block_m, q_len * group_size - m_block * block_m)
 
 
 def fold_rows(q_len: Any, group_size: Any, head_size: Any) -> Any:
@@ -114,10 +110,10 @@ def kv_pos_of_key(runs: Any, run: Any, kv_idx: Any) -> Any:
     return runs[run, RUN_BEGIN] + kv_idx - runs[run, HELD_BEFORE]
 
 
-def keys_in_block(runs: Any, run: Any, kv_idx: Any, n_end: Any) -> Any:
+def keys_in_block(runs: Any, run: Any, kv_idx: Any, n_end: Any, block_n: Any) -> Any:
     """Keys from kv_idx on, one of `run`, that are walked at once: consecutive positions, none from n_end on."""
     left_of_run = runs[run, RUN_END] - kv_pos_of_key(runs, run, kv_idx)
-    return max(0, min(BLOCK_N, left_of_run, n_end - kv_idx))
+    return max(0, min(block_n, left_of_run, n_end - kv_idx))
 
 
 def num_splits_of_tile(m_blocks: Any, n_end: Any) -> Any:
@@ -126,10 +122,10 @@ def num_splits_of_tile(m_blocks: Any, n_end: Any) -> Any:
     return max(1, min(wanted, n_end // MIN_SPLIT_KEYS))
 
 
-def split_begin(n_end: Any, num_splits: Any, split_idx: Any) -> Any:
+def split_begin(n_end: Any, num_splits: Any, split_idx: Any, block_n: Any) -> Any:
     """First key of a split; splits are whole key blocks, and split num_splits begins at n_end."""
-    num_blocks = ceil_div(n_end, BLOCK_N)
-    return min(n_end, num_blocks * split_idx // num_splits * BLOCK_N)
+    num_blocks = ceil_div(n_end, block_n)
+    return min(n_end, num_blocks * split_idx // num_splits * block_n)
 
 
 def logical_block_of(kv_pos: Any, block_size: Any) -> Any:
@@ -158,17 +154,26 @@ def cost_bucket(rows: Any, num_keys: Any) -> Any:
     return min(COST_BUCKETS - 1, doublings * 8 + eighth)
 
 
-def count_work(sequences: Any, runs: Any, group_size: Any, head_size: Any, is_causal: Any, totals: Any) -> None:
+def count_work(
+    sequences: Any,
+    runs: Any,
+    group_size: Any,
+    head_size: Any,
+    is_causal: Any,
+    block_m: Any,
+    block_n: Any,
+    totals: Any,
+) -> None:
     """From sequences int64 [batch, SEQUENCE_COLUMNS] and runs int64 [runs, RUN_COLUMNS], fills totals int64
     [3 + COST_BUCKETS]: entries of the work list, split tiles, float32 of split state (the latter two
     for one kv head each), and the number of entries in each cost bucket."""
     totals[:] = 0
     for b in range(sequences.shape[0]):
         q_len, kv_len = sequences[b, Q_LEN], sequences[b, KV_LEN]
-        m_blocks = num_m_blocks(q_len, group_size)
+        m_blocks = num_m_blocks(q_len, group_size, block_m)
         for m_block in range(m_blocks):
-            rows = rows_in_tile(q_len, group_size, m_block)
-            seen = n_end_of_rows(is_causal, m_block * BLOCK_M + rows - 1, group_size, q_len, kv_len)
+            rows = rows_in_tile(q_len, group_size, m_block, block_m)
+            seen = n_end_of_rows(is_causal, m_block * block_m + rows - 1, group_size, q_len, kv_len)
             n_end = num_held_before(runs, sequences[b], seen)
             num_splits = num_splits_of_tile(m_blocks, n_end)
             totals[0] += num_splits
@@ -176,8 +181,9 @@ def count_work(sequences: Any, runs: Any, group_size: Any, head_size: Any, is_ca
                 totals[1] += 1
                 totals[2] += num_splits * partial_floats(rows, head_size)
             for split_idx in range(num_splits):
-                num_keys = split_begin(n_end, num_splits, split_idx + 1) - split_begin(n_end, num_splits, split_idx)
-                totals[3 + cost_bucket(rows, num_keys)] += 1
+                n_begin = split_begin(n_end, num_splits, split_idx, block_n)
+                n_stop = split_begin(n_end, num_splits, split_idx + 1, block_n)
+                totals[3 + cost_bucket(rows, n_stop - n_begin)] += 1
 
 
 def fill_work(
@@ -187,6 +193,8 @@ def fill_work(
     kv_head_num: Any,
     head_size: Any,
     is_causal: Any,
+    block_m: Any,
+    block_n: Any,
     totals: Any,
     work: Any,
 ) -> None:
@@ -200,15 +208,15 @@ def fill_work(
     split_tile, offset = 0, 0
     for b in range(sequences.shape[0]):
         q_len, kv_len = sequences[b, Q_LEN], sequences[b, KV_LEN]
-        m_blocks = num_m_blocks(q_len, group_size)
+        m_blocks = num_m_blocks(q_len, group_size, block_m)
         for m_block in range(m_blocks):
-            rows = rows_in_tile(q_len, group_size, m_block)
-            seen = n_end_of_rows(is_causal, m_block * BLOCK_M + rows - 1, group_size, q_len, kv_len)
+            rows = rows_in_tile(q_len, group_size, m_block, block_m)
+            seen = n_end_of_rows(is_causal, m_block * block_m + rows - 1, group_size, q_len, kv_len)
             n_end = num_held_before(runs, sequences[b], seen)
             num_splits = num_splits_of_tile(m_blocks, n_end)
             for split_idx in range(num_splits):
-                n_begin = split_begin(n_end, num_splits, split_idx)
-                n_stop = split_begin(n_end, num_splits, split_idx + 1)
+                n_begin = split_begin(n_end, num_splits, split_idx, block_n)
+                n_stop = split_begin(n_end, num_splits, split_idx + 1, block_n)
                 bucket = 3 + cost_bucket(rows, n_stop - n_begin)
                 entry = work[totals[bucket]]
                 totals[bucket] += 1

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import concurrent.futures.thread  # noqa: F401
 import functools
+import importlib
 import logging  # noqa: F401
 import os
 import threading
@@ -86,10 +87,10 @@ if hasattr(os, "register_at_fork"):
 def cpu_target() -> Any:
     """The module that plans and runs on the CPU, imported at its first use: it brings Numba, `import numba_prefix` does
     not."""
-    return uninterrupted(_import)
+    return uninterrupted(lambda: importlib.import_module("numba_prefix.cpu.launch"))
 
 
-def _import() -> Any:
-    from numba_prefix.cpu import launch
-
-    return launch
+@functools.cache
+def cuda_target() -> Any:
+    """The module that plans and runs on the GPU."""
+    return uninterrupted(lambda: importlib.import_module("numba_prefix.cuda.launch"))

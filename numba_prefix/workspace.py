@@ -1,8 +1,10 @@
 """Byte-exact layout of the workspace: accumulators of split tiles, arrival counters, and each worker's scratch.
 
-One buffer, laid out from its first 64-byte boundary, so that any alignment works:
+One buffer, laid out from its first 64-byte boundary, so that any alignment works. On the CPU:
 
     queue counter | arrival counters [split tiles, kv_head_num] int64 | split state float32 | scratch [num_workers, …]
+
+On a GPU there is only the split state.
 """
 
 from __future__ import annotations
@@ -40,3 +42,8 @@ def workspace_layout(
     each = round_up(scratch_bytes, ALIGNMENT)
     total = scratch + each * num_workers + ALIGNMENT - 1
     return Layout(arrivals, partials, scratch, each, num_workers, total)
+
+
+def partials_bytes(partial_f32: int) -> int:
+    """Bytes of a buffer of any alignment for the split state alone, of all kv heads."""
+    return partial_f32 * F32_BYTES + ALIGNMENT - 1 if partial_f32 else 0

@@ -13,8 +13,8 @@ from typing import Any
 import pytest
 from commands import succeed
 
-from numba_prefix.cpu.cache import cache_directory
 from numba_prefix.cpu.jit import kernel
+from numba_prefix.disk import cache_directory
 
 pytestmark = pytest.mark.skipif(sys.platform == "win32", reason="owners and modes are POSIX's")
 ROOT_ONLY = pytest.mark.skipif(getattr(os, "geteuid", lambda: 1)() != 0, reason="only root gives files away")

@@ -41,6 +41,8 @@ def names(path: Path, *prefixes: str) -> set[str]:
         "problem",
         "lengths",
         "held",
+        "planning",
+        "slopes",
         "buffers",
         "workspace",
         "arrays",

@@ -110,8 +110,8 @@ def held(draw: st.DrawFn) -> tuple[list[tuple[int, int]], np.ndarray | None, int
     return lengths, draw(st.sampled_from([None, blocks])), block_size
 
 
-@given(held())
-def test_runs_walk_the_held_keys(problem: tuple[list[tuple[int, int]], np.ndarray | None, int]) -> None:
+@given(held(), st.sampled_from([32, 64, 128]))
+def test_runs_walk_the_held_keys(problem: tuple[list[tuple[int, int]], np.ndarray | None, int], block_n: int) -> None:
     """From any key on, in blocks of consecutive positions, each held key once and in order; counts and ends agree."""
     lengths, blocks, block_size = problem
     sequences = table_of(lengths)
@@ -123,8 +123,9 @@ def test_runs_walk_the_held_keys(problem: tuple[list[tuple[int, int]], np.ndarra
         kv_idx, walked = first, []
         while kv_idx < n_end:
             run = tiling.run_of_key(runs, sequences[b], kv_idx)
-            kv_pos, count = tiling.kv_pos_of_key(runs, run, kv_idx), tiling.keys_in_block(runs, run, kv_idx, n_end)
-            assert 1 <= count <= tiling.BLOCK_N
+            kv_pos = tiling.kv_pos_of_key(runs, run, kv_idx)
+            count = tiling.keys_in_block(runs, run, kv_idx, n_end, block_n)
+            assert 1 <= count <= block_n
             walked += range(kv_pos, kv_pos + count)
             kv_idx += count
         assert walked == expected[first:n_end].tolist()
@@ -136,29 +137,34 @@ def test_runs_walk_the_held_keys(problem: tuple[list[tuple[int, int]], np.ndarra
             assert last == expected[up_to - 1] if up_to else last <= pos
 
 
-@given(held(), st.integers(1, 9), st.integers(1, 5), st.integers(1, 256), st.booleans())
+TILES = st.sampled_from([(128, 128), (128, 64), (64, 64), (64, 32), (16, 128)])  # block_m, block_n
+
+
+@given(held(), st.integers(1, 9), st.integers(1, 5), st.integers(1, 256), st.booleans(), TILES)
 def test_work_list_covers_every_pair_once(
     problem: tuple[list[tuple[int, int]], np.ndarray | None, int],
     group_size: int,
     kv_heads: int,
     head_size: int,
     is_causal: bool,
+    tile: tuple[int, int],
 ) -> None:
     """Entries tile (row, held key) space without a gap or an overlap, costliest bucket first, with room for every split;
     a tile that sees nothing has one entry all the same."""
     lengths, blocks, block_size = problem
+    block_m, _ = tile
     sequences = table_of(lengths)
     runs, _ = add_runs(sequences, sequences[:, tiling.KV_LEN], blocks, block_size)
     totals = np.zeros(3 + tiling.COST_BUCKETS, np.int64)
-    tiling.count_work(sequences, runs, group_size, head_size, is_causal, totals)
+    tiling.count_work(sequences, runs, group_size, head_size, is_causal, *tile, totals)
     entries, split_tiles, partial_f32 = totals[:3].tolist()
     work = np.full((entries, tiling.WORK_COLUMNS), -1, np.int64)
-    tiling.fill_work(sequences, runs, group_size, kv_heads, head_size, is_causal, totals, work)
+    tiling.fill_work(sequences, runs, group_size, kv_heads, head_size, is_causal, *tile, totals, work)
     covered: dict[tuple[int, int], list[tuple[int, int]]] = {}
     costs, partials = [], set()
     for entry in work.tolist():
         b, m_block, split_idx, num_splits, n_begin, n_end, split_tile, offset = entry
-        rows = tiling.rows_in_tile(lengths[b][0], group_size, m_block)
+        rows = tiling.rows_in_tile(lengths[b][0], group_size, m_block, block_m)
         covered.setdefault((b, m_block), []).append((n_begin, n_end))
         costs.append(tiling.cost_bucket(rows, n_end - n_begin))
         assert 0 <= split_idx < num_splits
@@ -172,12 +178,12 @@ def test_work_list_covers_every_pair_once(
     assert all(a[1] <= b[0] for a, b in itertools.pairwise(ends))
     for (b, m_block), ranges in covered.items():
         q_len, kv_len = lengths[b]
-        last_row = min(q_len * group_size, (m_block + 1) * tiling.BLOCK_M) - 1
+        last_row = min(q_len * group_size, (m_block + 1) * block_m) - 1
         seen = kv_len - q_len + last_row // group_size + 1 if is_causal else kv_len
         edges = sorted(ranges)
         assert edges[0][0] == 0
         pos = held_positions(kv_len, None if blocks is None else blocks[b], block_size)
         assert edges[-1][1] == np.count_nonzero(pos < seen)
         assert all(a[1] == b[0] for a, b in itertools.pairwise(edges))
-    expected = {(b, m) for b, (q, _) in enumerate(lengths) for m in range(-(-q * group_size // tiling.BLOCK_M))}
+    expected = {(b, m) for b, (q, _) in enumerate(lengths) for m in range(-(-q * group_size // block_m))}
     assert set(covered) == expected

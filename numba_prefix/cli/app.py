@@ -61,6 +61,10 @@ def _command(name: str) -> Callable[[argparse.Namespace], int]:
         from numba_prefix.cli import warm
 
         return warm.command
+    if name == "inspect":
+        from numba_prefix.cli import inspect
+
+        return inspect.command
     if name == "chat-demo":
         from numba_prefix.cli import chat
 
@@ -78,7 +82,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--version", action="version", version=f"numba-prefix {__version__}")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
-    for add in (_add_run, _add_info, _add_warmup, _add_bench, _add_chat_demo):
+    for add in (_add_run, _add_info, _add_warmup, _add_inspect, _add_bench, _add_chat_demo):
         add(commands)
     return parser
 
@@ -119,7 +123,26 @@ def _add_warmup(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -
     parser.add_argument("--dtypes", nargs="+", choices=("float16", "bfloat16", "float32"), help="to verify (all)")
     parser.add_argument("--head-sizes", nargs="+", type=_positive, metavar="N", help="to verify (64 128)")
     parser.add_argument("--mask-types", nargs="+", type=_mask_type, metavar="KIND", help="to verify (all)")
+    parser.add_argument(
+        "--cc",
+        metavar="N.N,...",
+        help="with --target cuda: compile for GPUs of these compute capabilities, which need not be here",
+    )
     _add_threads(parser)
+
+
+def _add_inspect(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    parser = _add(
+        commands, "inspect", "show what kernels take of a GPU, which need not be here; compiles what is not cached"
+    )
+    parser.add_argument("--target", choices=("cpu", "cuda"), default="cuda")
+    parser.add_argument("--cc", metavar="N.N,...", help="compute capabilities (7.5,8.0,8.6,9.0,10.0,12.0)")
+    parser.add_argument("--dtypes", nargs="+", choices=("float16", "bfloat16", "float32"), help="of the inputs (all)")
+    parser.add_argument(
+        "--head-sizes", nargs="+", type=_positive, metavar="N", help="32 64 96 128 192 256, others padded (all)"
+    )
+    parser.add_argument("--mask-types", nargs="+", type=_mask_type, metavar="KIND", help="causal none ... (these two)")
+    parser.add_argument("--all", action="store_true", help="every mask kind, with and without a given mask")
 
 
 def _add_bench(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:

@@ -15,7 +15,8 @@ import numpy as np
 import numba_prefix
 from numba_prefix.cli import table
 from numba_prefix.cpu import threads
-from numba_prefix.front import Context, TargetUnavailableError, self_attention_prefix_encoder_get_workspace_size
+from numba_prefix.errors import TargetUnavailableError
+from numba_prefix.front import Context, self_attention_prefix_encoder_get_workspace_size
 
 # By LLVM's names: what kernels are built for, what converts 16-bit floats, what multiplies them.
 FEATURES = {
@@ -103,7 +104,7 @@ def thread_report() -> dict[str, Any]:
 
 def cache_report() -> dict[str, Any]:
     """Where compiled kernels are kept, and whether they can be."""
-    from numba_prefix.cpu.cache import cache_directory, is_trusted
+    from numba_prefix.disk import cache_directory, is_trusted
 
     directory = cache_directory()
     if directory is None:

@@ -15,7 +15,8 @@ from numba_prefix.cli import table
 from numba_prefix.cli.background import interruptible
 from numba_prefix.cli.load import Loaded, check_writable, load, save
 from numba_prefix.cli.table import UsageError
-from numba_prefix.front import Context, Op, TargetUnavailableError
+from numba_prefix.errors import TargetUnavailableError
+from numba_prefix.front import Context, Op
 from numba_prefix.masks import MaskType, alibi_slopes
 from numba_prefix.reference import Budget
 from numba_prefix.trial import Inputs, flops

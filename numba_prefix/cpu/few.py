@@ -12,6 +12,7 @@ import numpy as np
 
 from numba_prefix import tiling
 from numba_prefix.cpu import call as c
+from numba_prefix.cpu.call import BLOCK_N
 from numba_prefix.cpu.dots import VALUE_COLUMNS, add_values, score_vector
 from numba_prefix.cpu.jit import inline, part
 from numba_prefix.cpu.memory import (
@@ -36,7 +37,6 @@ from numba_prefix.cpu.scores import gather_entries, score_column, weigh_column
 from numba_prefix.cpu.state import lse_of_column, out_address, partial_address, set_lane, store_lse
 from numba_prefix.cpu.vector import COLUMN_ROW
 from numba_prefix.softmax import normalize, rescale, running_max, shift_of
-from numba_prefix.tiling import BLOCK_N
 from numba_prefix.vocabulary import where
 
 WIDTH_1, WIDTH_4, WIDTH_8 = (16 * VALUE_COLUMNS[rows] for rows in (1, 4, 8))
@@ -211,7 +211,8 @@ def attend_few(
     """All keys of one work item. Key rows are listed a block ahead, so that they can be asked for in time."""
     kv_idx, n_end = entry[tiling.N_BEGIN], entry[tiling.N_END]
     run = tiling.run_of_key(runs, sequence, kv_idx)
-    kv_pos, num_keys = tiling.kv_pos_of_key(runs, run, kv_idx), tiling.keys_in_block(runs, run, kv_idx, n_end)
+    kv_pos = tiling.kv_pos_of_key(runs, run, kv_idx)
+    num_keys = tiling.keys_in_block(runs, run, kv_idx, n_end, BLOCK_N)
     keys, values = scratch + call[c.KEY_LIST], scratch + call[c.VALUE_LIST]
     next_keys = keys + 8 * BLOCK_N
     list_rows(call, k, call[c.K_BLOCK], call[c.K_SLOT], table, kv_pos, num_keys, keys)
@@ -219,7 +220,8 @@ def attend_few(
         list_rows(call, v, call[c.V_BLOCK], call[c.V_SLOT], table, kv_pos, num_keys, values)
         kv_idx += num_keys
         run = tiling.run_of_key(runs, sequence, kv_idx)
-        next_pos, next_count = tiling.kv_pos_of_key(runs, run, kv_idx), tiling.keys_in_block(runs, run, kv_idx, n_end)
+        next_pos = tiling.kv_pos_of_key(runs, run, kv_idx)
+        next_count = tiling.keys_in_block(runs, run, kv_idx, n_end, BLOCK_N)
         list_rows(call, k, call[c.K_BLOCK], call[c.K_SLOT], table, next_pos, next_count, next_keys)
         is_edge = np.int64(load1_i32(scratch + call[c.LAST])) < kv_pos + num_keys - 1
         score_few(call, factors, fold_rows, is_edge, kv_pos, num_keys, keys, next_keys, scratch)

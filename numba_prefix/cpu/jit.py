@@ -2,12 +2,8 @@
 
 from __future__ import annotations
 
-import atexit
 import contextlib
-import functools
-import threading
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 from llvmlite.binding import ffi
@@ -18,6 +14,7 @@ from numba.extending import register_jitable
 
 from numba_prefix import masks, softmax, tiling
 from numba_prefix.cpu.cache import KernelCache
+from numba_prefix.ending import StopAtExit
 from numba_prefix.uninterrupted import keep_over_forks
 
 # error_model: an integer division is one instruction, no branch that raises. No fastmath: infinities and NaN are real here.
@@ -30,7 +27,7 @@ class Kernel(CPUDispatcher):
     """A kernel is compiled even where NUMBA_DISABLE_JIT asks for Python: there is no Python version of it to debug."""
 
     def compile(self, sig: Any) -> Any:
-        with global_compiler_lock, _ended_by_exit():
+        with global_compiler_lock, _at_exit.compiling(), event.install_listener("numba:run_pass", _at_exit):
             disabled, config.DISABLE_JIT = config.DISABLE_JIT, 0
             try:
                 return super().compile(sig)
@@ -38,45 +35,10 @@ class Kernel(CPUDispatcher):
                 config.DISABLE_JIT = disabled
 
 
-class _StopAtExit(event.Listener):
-    """At the end of the interpreter a compilation stops at its next pass: taking LLVM down while a thread is inside it
-    crashes."""
-
-    def __init__(self) -> None:
-        self.threads: set[int] = set()
-        self.is_exiting = False
-
-    def on_start(self, _: Any) -> None:
-        if self.is_exiting and threading.get_ident() in self.threads:
-            raise SystemExit  # ends a thread without a word
-
-    def on_end(self, _: Any) -> None: ...
-
-    def exit(self) -> None:
-        self.is_exiting = True
-        while self.threads:
-            time.sleep(0.01)
+class _StopAtExit(StopAtExit, event.Listener): ...
 
 
 _at_exit = _StopAtExit()
-
-
-@functools.cache
-def _register_at_exit() -> None:
-    """At the first compilation, not earlier: what is registered last is called first, and Numba cleans up too."""
-    atexit.register(_at_exit.exit)
-
-
-@contextlib.contextmanager
-def _ended_by_exit() -> Iterator[None]:
-    _register_at_exit()
-    me = threading.get_ident()
-    with event.install_listener("numba:run_pass", _at_exit):
-        _at_exit.threads.add(me)
-        try:
-            yield
-        finally:
-            _at_exit.threads.discard(me)
 
 
 keep_over_forks(global_compiler_lock)

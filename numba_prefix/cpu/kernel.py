@@ -8,6 +8,7 @@ import numpy as np
 
 from numba_prefix import tiling
 from numba_prefix.cpu import call as c
+from numba_prefix.cpu.call import BLOCK_M, BLOCK_N
 from numba_prefix.cpu.few import attend_few, merge_partials_few, start_few, store_output_few, store_partial_few
 from numba_prefix.cpu.jit import inline, kernel, part
 from numba_prefix.cpu.memory import (
@@ -40,7 +41,7 @@ from numba_prefix.cpu.vector import (
 )
 from numba_prefix.masks import is_visible
 from numba_prefix.softmax import normalize, rescale, running_max, shift_of
-from numba_prefix.tiling import BLOCK_M, BLOCK_N, lane_rows, round_up
+from numba_prefix.tiling import lane_rows, round_up
 from numba_prefix.vocabulary import where
 
 NEG_INF = np.float32(-np.inf)
@@ -187,7 +188,8 @@ def attend_keys(
     kv_idx, n_end = entry[tiling.N_BEGIN], entry[tiling.N_END]
     while kv_idx < n_end:
         run = tiling.run_of_key(runs, sequence, kv_idx)
-        kv_pos, num_keys = tiling.kv_pos_of_key(runs, run, kv_idx), tiling.keys_in_block(runs, run, kv_idx, n_end)
+        kv_pos = tiling.kv_pos_of_key(runs, run, kv_idx)
+        num_keys = tiling.keys_in_block(runs, run, kv_idx, n_end, BLOCK_N)
         kv_idx += num_keys
         load_pages(call, k, call[c.K_BLOCK], call[c.K_SLOT], table, kv_pos, num_keys, scratch + call[c.K_ROWS])
         load_pages(call, v, call[c.V_BLOCK], call[c.V_SLOT], table, kv_pos, num_keys, scratch + call[c.V_ROWS])
@@ -302,7 +304,7 @@ def drain(call: Any, factors: Any, sequences: Any, runs: Any, work: Any, worker:
         entry, kv_head = work[item // kv_head_num], item % kv_head_num
         sequence = sequences[entry[tiling.SEQUENCE]]
         q_len, m_block = sequence[tiling.Q_LEN], entry[tiling.M_BLOCK]
-        first_row, rows = m_block * BLOCK_M, tiling.rows_in_tile(q_len, group_size, m_block)
+        first_row, rows = m_block * BLOCK_M, tiling.rows_in_tile(q_len, group_size, m_block, BLOCK_M)
         fold_rows = tiling.fold_rows(q_len, group_size, call[c.HEAD_SIZE])
         table = call[c.TABLES] + entry[tiling.SEQUENCE] * call[c.TABLE_ROW]
         k, v = call[c.K] + kv_head * call[c.K_HEAD], call[c.V] + kv_head * call[c.V_HEAD]

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ctypes
 import functools
-import math
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,15 +11,23 @@ import numpy as np
 from numpy.typing import NDArray
 
 from numba_prefix import tiling
-from numba_prefix.arrays import ITEM_BYTES, Tensor
+from numba_prefix.arrays import Tensor
 from numba_prefix.cpu import call as c
 from numba_prefix.cpu.features import cpu_name
 from numba_prefix.cpu.jit import kernel
 from numba_prefix.cpu.kernel import drain
 from numba_prefix.cpu.pool import run_together
 from numba_prefix.cpu.threads import capped
-from numba_prefix.held import add_runs
-from numba_prefix.masks import MaskType
+from numba_prefix.planning import (
+    BIASES,
+    Cutters,
+    addresses_of,
+    bias_of,
+    cut_work,
+    factors_of,
+    has_shift,
+    strides_of,
+)
 from numba_prefix.problem import Operands, Problem
 from numba_prefix.uninterrupted import uninterrupted
 from numba_prefix.workspace import ALIGNMENT, Layout, workspace_layout
@@ -35,15 +42,6 @@ MAX_WORKERS = 512  # helpers sleep for the life of the process: no slip of num_t
 # Compiled code is left about this often, so that Ctrl-C is seen; and a guess of one thread's speed to translate it.
 FLOPS_PER_VISIT = 0.05 * 50e9
 CANCELLED = 1 << 62  # a queue counter at which no item is left
-
-_BIAS = {
-    ("none", MaskType.ALIBI_COMPRESS): c.LINEAR,
-    ("none", MaskType.ALIBI_COMPRESS_SQRT): c.SQRT,
-    ("none", MaskType.ALIBI_COMPRESS_LEFT_ALIGN): c.LEFT_ALIGN,
-    ("template", MaskType.ALIBI_COMPRESS): c.TEMPLATE_LINEAR,
-    ("template", MaskType.ALIBI_COMPRESS_SQRT): c.TEMPLATE_SQRT,
-    ("template", MaskType.ALIBI_COMPRESS_LEFT_ALIGN): c.TEMPLATE_LEFT_ALIGN,
-}
 
 
 def isa_path() -> str:
@@ -61,14 +59,27 @@ def make_ready() -> None:
 
 
 def _call_without_work() -> None:
+    _cut_no_work()
     call, factors = np.zeros(c.CALL_LENGTH, np.int64), np.zeros(c.FACTORS_LENGTH, np.float32)
     sequences = np.zeros((0, tiling.SEQUENCE_COLUMNS), np.int64)
     runs, work = (np.zeros((0, columns), np.int64) for columns in (tiling.RUN_COLUMNS, tiling.WORK_COLUMNS))
-    totals = np.zeros(3 + tiling.COST_BUCKETS, np.int64)
-    count_work(sequences, runs, 1, 1, True, totals)
-    fill_work(sequences, runs, 1, 1, 1, True, totals, work)
     drain(call, factors, sequences, runs, work, 0, 0)
     reason()
+
+
+@functools.cache
+def cutters() -> Cutters:
+    """What cuts the work of any target's plan into tiles, ready to be called."""
+    uninterrupted(_cut_no_work)
+    return count_work, fill_work
+
+
+def _cut_no_work() -> None:
+    sequences = np.zeros((0, tiling.SEQUENCE_COLUMNS), np.int64)
+    runs, work = (np.zeros((0, columns), np.int64) for columns in (tiling.RUN_COLUMNS, tiling.WORK_COLUMNS))
+    totals = np.zeros(3 + tiling.COST_BUCKETS, np.int64)
+    count_work(sequences, runs, 1, 1, True, c.BLOCK_M, c.BLOCK_N, totals)
+    fill_work(sequences, runs, 1, 1, 1, True, c.BLOCK_M, c.BLOCK_N, totals, work)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -99,51 +110,32 @@ def plan(
     """Lengths are int64 [batch], held_blocks bool [batch, max_block_num] (None: all), checked. is_part: lse leaves out what
     held.part_shift says."""
     make_ready()
-    sequences = np.empty((problem.batch, tiling.SEQUENCE_COLUMNS), np.int64)
-    np.cumsum(q_len, out=sequences[:, tiling.Q_BEGIN])
-    sequences[:, tiling.Q_BEGIN] -= q_len
-    sequences[:, tiling.Q_LEN], sequences[:, tiling.KV_LEN] = q_len, kv_len
-    runs, num_held = add_runs(sequences, kv_len, held_blocks, problem.block_size)
-    kv_heads, group_size = problem.kv_head_num, problem.group_size
-    is_causal = problem.mask_type is not MaskType.NONE
-    totals = np.empty(3 + tiling.COST_BUCKETS, np.int64)
-    count_work(sequences, runs, group_size, problem.head_size, is_causal, totals)
-    entries, split_tiles, partial_f32 = (int(n) for n in totals[:3])
-    work = np.empty((entries, tiling.WORK_COLUMNS), np.int64)
-    fill_work(sequences, runs, group_size, kv_heads, problem.head_size, is_causal, totals, work)
-    num_items = entries * kv_heads
-    flops = 4.0 * problem.head_size * problem.head_num * float(np.dot(q_len.astype(np.float64), num_held))
+    cut = cut_work(problem, q_len, kv_len, held_blocks, c.BLOCK_M, c.BLOCK_N, (count_work, fill_work))
+    kv_heads = problem.kv_head_num
+    num_items = len(cut.work) * kv_heads
+    flops = 4.0 * problem.head_size * problem.head_num * float(np.dot(q_len.astype(np.float64), cut.num_held))
     num_workers = max(1, min(num_threads, MAX_WORKERS, num_items, int(flops / FLOPS_PER_WORKER)))
     items_per_visit = max(1, int(num_items * min(1.0, FLOPS_PER_VISIT / max(flops, 1.0))))
     offsets, scratch_bytes = _scratch_layout(problem.head_size)
-    layout = workspace_layout(split_tiles * kv_heads, partial_f32 * kv_heads, scratch_bytes, num_workers, num_items)
+    layout = workspace_layout(
+        cut.split_tiles * kv_heads, cut.partial_f32 * kv_heads, scratch_bytes, num_workers, num_items
+    )
+    bias = bias_of(problem)
     template = np.zeros(c.CALL_LENGTH, np.int64)
     for place, value in offsets.items():
         template[place] = value
     template[c.SCRATCH_BYTES] = layout.scratch_bytes
-    template[c.NUM_ITEMS], template[c.KV_HEAD_NUM], template[c.GROUP_SIZE] = num_items, kv_heads, group_size
+    template[c.NUM_ITEMS], template[c.KV_HEAD_NUM], template[c.GROUP_SIZE] = num_items, kv_heads, problem.group_size
     template[c.HEAD_SIZE], template[c.BLOCK_SIZE] = problem.head_size, problem.block_size
     template[c.DTYPE] = c.DTYPE_CODES[problem.dtype]
     template[c.MASK_DTYPE] = c.DTYPE_CODES[problem.mask_dtype] if problem.mask_dtype else 0
-    template[c.IS_CAUSAL] = is_causal
-    heads_bias = c.HEADS_MASK if problem.mask_form == "heads" else c.NO_BIAS
-    template[c.BIAS] = _BIAS.get((problem.mask_form, problem.mask_type), heads_bias)
-    template[c.HAS_SHIFT] = not is_part and template[c.BIAS] in (c.LEFT_ALIGN, c.TEMPLATE_LEFT_ALIGN)
-    factors = _factors(problem.qk_scale, int(template[c.BIAS]))
-    return CpuPlan(layout, sequences, runs, work, template, factors, items_per_visit)
+    template[c.IS_CAUSAL] = problem.is_causal
+    template[c.BIAS], template[c.HAS_SHIFT] = BIASES.index(bias), has_shift(bias, is_part)
+    factors = factors_of(problem.qk_scale, bias)
+    return CpuPlan(layout, cut.sequences, cut.runs, cut.work, template, factors, items_per_visit)
 
 
 _scratch_layout = functools.cache(c.scratch_layout)
-
-
-def _factors(qk_scale: float, bias: int) -> NDArray[np.float32]:
-    scale = float(np.float32(qk_scale))
-    sign, scale = np.sign(scale), abs(scale) or 1.0  # a zero, or what float32 rounds to it, is in the sign
-    factors = np.empty(c.FACTORS_LENGTH, np.float32)
-    factors[c.QK_SCALE], factors[c.Q_SIGN] = scale, sign
-    factors[c.UNIT] = scale if bias == c.NO_BIAS else 1.0
-    factors[c.UNIT_LOG2] = (scale if bias == c.NO_BIAS else 1.0) * math.log2(math.e)
-    return factors
 
 
 def bind(plan: CpuPlan, operands: Operands, out: Tensor, lse_address: int) -> NDArray[np.int64]:
@@ -153,27 +145,9 @@ def bind(plan: CpuPlan, operands: Operands, out: Tensor, lse_address: int) -> ND
     lse_address: of float32 [num_tokens, head_num], or 0.
     """
     call = plan.template.copy()
-    q, k, v, table = operands.q, operands.k_cache, operands.v_cache, operands.block_tables
-    item = 4 if q.dtype == "float32" else 2
-    call[c.Q : c.LSE + 1] = (
-        *(q.address, k.address, v.address, table.address),
-        *(operands.mask.address if operands.mask else 0, operands.slopes.address if operands.slopes else 0),
-        *(out.address, lse_address),
-    )
-    call[c.Q_TOKEN : c.TABLE_COLUMN + 1] = (
-        *(q.strides[0] * item, q.strides[1] * item),
-        *(k.strides[0] * item, k.strides[1] * item, k.strides[2] * item),
-        *(v.strides[0] * item, v.strides[1] * item, v.strides[2] * item),
-        *(table.strides[0] * 4, table.strides[1] * 4),
-    )
-    out_item = ITEM_BYTES[out.dtype]
-    call[c.OUT_TOKEN], call[c.OUT_HEAD] = out.strides[0] * out_item, out.strides[1] * out_item
+    call[c.Q : c.LSE + 1] = addresses_of(operands, out, lse_address)
+    call[c.Q_TOKEN : c.OUT_HEAD + 1] = strides_of(operands, out)
     call[c.OUT_DTYPE] = c.DTYPE_CODES[out.dtype]
-    mask = operands.mask
-    if mask is not None:
-        mask_item = 4 if mask.dtype == "float32" else 2
-        head, row, column = (0, *mask.strides) if mask.ndim == 2 else mask.strides
-        call[c.MASK_HEAD : c.MASK_COLUMN + 1] = (head * mask_item, row * mask_item, column * mask_item)
     return call
 
 

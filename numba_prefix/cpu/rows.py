@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 
 from numba_prefix.cpu import call as c
+from numba_prefix.cpu.call import BLOCK_N
 from numba_prefix.cpu.jit import inline, part
 from numba_prefix.cpu.memory import (
     any_lane,
@@ -26,7 +27,7 @@ from numba_prefix.cpu.memory import (
     store_f16,
     store_f32,
 )
-from numba_prefix.tiling import BLOCK_N, logical_block_of
+from numba_prefix.tiling import logical_block_of
 
 ZERO = np.float32(0.0)
 ONE = np.float32(1.0)

@@ -6,6 +6,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+from numba_prefix import planning
+
 # fmt: off
 (
     # byte addresses
@@ -14,21 +16,18 @@ from typing import Any
     Q_TOKEN, Q_HEAD, K_BLOCK, K_SLOT, K_HEAD, V_BLOCK, V_SLOT, V_HEAD, TABLE_ROW, TABLE_COLUMN,
     MASK_HEAD, MASK_ROW, MASK_COLUMN, OUT_TOKEN, OUT_HEAD,
     # counts
-    KV_HEAD_NUM, GROUP_SIZE, HEAD_SIZE, BLOCK_SIZE, NUM_BLOCKS,
+    KV_HEAD_NUM, GROUP_SIZE, HEAD_SIZE, BLOCK_SIZE, NUM_BLOCKS, TILE_ROWS,
     # whether lse gets back what left-aligned biases leave out
     HAS_SHIFT,
     CALL_LENGTH,
-) = range(36)
+) = range(37)
 # fmt: on
 
 # Places in the float32 factors. qk_scale's sign is multiplied into the queries (exactly): units are positive.
 QK_SCALE, UNIT, UNIT_LOG2, Q_SIGN, FACTORS_LENGTH = range(5)
 
 HEAD_DIMS = (32, 64, 96, 128, 192, 256)  # what head sizes are padded to
-BIASES = (
-    *("none", "linear", "sqrt", "left_align", "template_linear", "template_sqrt", "template_left_align"),
-    "heads_mask",
-)
+BIASES = planning.BIASES
 
 
 @dataclass(frozen=True, slots=True)

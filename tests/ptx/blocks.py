@@ -40,6 +40,14 @@ class BasicBlock:
         is_pure = instruction.head in PURE
         self.mixed.append((full, False) if is_pure else (masked, True))
 
+    def successors(self, num_blocks: int) -> list[int]:
+        """Blocks that control may go to, the one that follows in the text last."""
+        head, is_sure = self.last.head, self.guard is None
+        places = [self.target] if head == "bra" else []
+        if head not in JUMPS or not is_sure:
+            places.append(self.number + 1)
+        return [place for place in places if place < num_blocks]
+
     def execute(self, machine: Any, mask: np.ndarray) -> None:
         count = int(np.count_nonzero(mask))
         if count == machine.num_lanes:

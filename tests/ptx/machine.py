@@ -12,6 +12,7 @@ import numpy as np
 from .access import WINDOWS
 from .barriers import Barriers
 from .blocks import BasicBlock, split
+from .order import ranks
 from .copies import Copies
 from .faults import Deadlock, Fault, UnknownInstruction
 from .forms import DTYPES
@@ -78,6 +79,7 @@ class Machine:
         self._grid_arrays: list[tuple[str, np.ndarray]] = []
         self._specials = self._special_registers()
         self.blocks: list[BasicBlock] = split(self)
+        self._rank = [*ranks([block.successors(len(self.blocks)) for block in self.blocks]), len(self.blocks)]
 
     # What instructions ask for when they are bound.
 
@@ -208,7 +210,7 @@ class Machine:
                     if barriers.is_empty:
                         break
                     raise barriers.deadlock()
-                number = min(waiting)
+                number = min(waiting, key=self._rank.__getitem__)
                 mask = waiting.pop(number)
                 if number == len(self.blocks):  # the text just ends
                     self.exit(mask)

@@ -44,19 +44,22 @@ def native_files(directory: Path, *kernels: str) -> list[Path]:
     from numba.core.typing.typeof import Purpose, typeof
 
     from numba_prefix.cpu import launch
+    from numba_prefix.disk import path_of
 
     found = []
     for kernel in (getattr(launch, name) for name in kernels):
         integers, factors = np.zeros(1, np.int64), np.zeros(1, np.float32)
         table = np.zeros((1, 1), np.int64)
         arguments = {
-            "count_work": (table, table, 1, 1, True, integers),
-            "fill_work": (table, table, 1, 1, 1, True, integers, table),
+            "count_work": (table, table, 1, 1, True, 1, 1, integers),
+            "fill_work": (table, table, 1, 1, 1, True, 1, 1, integers, table),
             "drain": (integers, factors, table, table, table, 1, 1),
         }[kernel.__name__]
         signature = tuple(typeof(x, Purpose.argument) for x in arguments)
         key = kernel._cache._key(signature, kernel.targetctx.codegen())
-        found.append(directory / kernel._cache._path(key).name)
+        path = path_of(kernel.__name__, key)
+        assert path is not None
+        found.append(directory / path.name)
     return found
 
 
@@ -99,7 +102,7 @@ def other_cpu() -> None:
             "import numpy as np; from numba_prefix import tiling; from numba_prefix.cpu import launch\n"
             "totals = np.zeros(3 + tiling.COST_BUCKETS, np.int64)\n"
             "empty = np.zeros((0, 1), np.int64)\n"
-            "launch.count_work(empty, empty, 1, 1, True, totals)"
+            "launch.count_work(empty, empty, 1, 1, True, 128, 128, totals)"
         )
         subprocess.run([sys.executable, "-c", code], env=os.environ | OTHER_CPU, check=True)
         theirs = list(directory.glob("count_work-*"))

@@ -1,0 +1,171 @@
+"""What the kernel families do alike: which rows and keys a work item has, where they lie, their biases and their output."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+
+from numba_prefix import tiling
+from numba_prefix.cuda import ptx, rules
+from numba_prefix.cuda import spec as c
+from numba_prefix.cuda.device import inline
+
+ONE = np.float32(1.0)
+ZERO = np.float32(0.0)
+
+
+@inline
+def bf16_of_f32(x: Any) -> Any:
+    """Rounded to nearest, ties to even; a NaN stays one."""
+    bits = ptx.bits_of_f32(x)
+    rounded = (np.uint32(bits) + np.uint32(0x7FFF) + (np.uint32(bits >> 16) & np.uint32(1))) >> 16
+    return ptx.u16_of_i32(np.int32(rules.where(x == x, np.int64(rounded), np.int64(0x7FC0))))
+
+
+@inline
+def f32_of_bf16(x: Any) -> Any:
+    return ptx.f32_of_bits(np.int32(ptx.i32_of_u16(x) << 16))
+
+
+@inline
+def _load_f16(address: Any) -> Any:
+    return ptx.f32_of_f16(ptx.load_u16(address))
+
+
+@inline
+def _load_bf16(address: Any) -> Any:
+    return f32_of_bf16(ptx.load_u16(address))
+
+
+@inline
+def _store_f16(address: Any, x: Any) -> None:
+    ptx.store_u16(address, ptx.f16_of_f32(x))
+
+
+@inline
+def _store_bf16(address: Any, x: Any) -> None:
+    ptx.store_u16(address, bf16_of_f32(x))
+
+
+ITEM_BYTES = {"float16": 2, "bfloat16": 2, "float32": 4}
+LOADS = {"float16": _load_f16, "bfloat16": _load_bf16, "float32": ptx.load_f32}
+STORES = {"float16": _store_f16, "bfloat16": _store_bf16, "float32": ptx.store_f32}
+
+
+@inline
+def signed(x: Any, sign: Any) -> Any:
+    """A query's number times qk_scale's sign."""
+    return x * sign
+
+
+@inline
+def token_and_head(call: Any, q_begin: Any, row: Any, kv_head: Any) -> Any:
+    """The token and the query head of a sequence's row."""
+    group_size = np.uint32(call[c.GROUP_SIZE])
+    q_idx = rules.q_idx_of_row(np.uint32(row), group_size)
+    group_idx = np.uint32(row) - np.uint32(q_idx) * group_size
+    return q_begin + np.int64(q_idx), kv_head * call[c.GROUP_SIZE] + np.int64(group_idx)
+
+
+@inline
+def slope_of(call: Any, q_head: Any) -> Any:
+    slope = ONE
+    if call[c.SLOPES] != 0:
+        slope = ptx.load_f32(call[c.SLOPES] + 4 * q_head)
+    return slope
+
+
+@inline
+def find_page(call: Any, b: Any, kv_pos: Any, is_held: Any) -> Any:
+    """Physical block and slot of a key; block -1 for none, or one that the cache doesn't have: its table is flagged."""
+    page, slot = np.int32(-1), np.int32(0)
+    if is_held:
+        block_size = np.uint32(call[c.BLOCK_SIZE])
+        logical_block = rules.logical_block_of(np.uint32(kv_pos), block_size)
+        given = ptx.load_i32(call[c.TABLES] + b * call[c.TABLE_ROW] + np.int64(logical_block) * call[c.TABLE_COLUMN])
+        if given >= 0 and given < call[c.NUM_BLOCKS]:
+            page = given
+            slot = np.int32(np.uint32(kv_pos) - np.uint32(logical_block) * block_size)
+        else:
+            ptx.store_system_i32(call[c.STATUS], np.int32(1))
+    return page, slot
+
+
+@inline
+def partial_address(call: Any, partial_offset: Any, split_idx: Any, kv_head: Any, rows: Any) -> Any:
+    """Where a split leaves its state: acc [rows, partial_pitch], m_i [rows], l_i [rows], float32."""
+    size = rules.partial_floats(rows, call[c.HEAD_SIZE])
+    return call[c.PARTIALS] + 4 * (partial_offset + (split_idx * call[c.KV_HEAD_NUM] + kv_head) * size)
+
+
+@inline
+def partial_pitch(call: Any) -> Any:
+    return rules.round_up(call[c.HEAD_SIZE], 16)
+
+
+@inline
+def store_lse(call: Any, token: Any, q_head: Any, m_i: Any, l_i: Any, unit: Any, origin: Any) -> None:
+    """m_i is without what left-aligned biases leave out; origin is what they are relative to."""
+    if call[c.LSE] != 0:
+        if call[c.HAS_SHIFT] != 0:
+            m_i = m_i + rules.left_align_shift(slope_of(call, q_head), np.int32(origin))
+        head_num = call[c.KV_HEAD_NUM] * call[c.GROUP_SIZE]
+        ptx.store_f32(call[c.LSE] + 4 * (token * head_num + q_head), rules.log_sum_exp(m_i, l_i, unit))
+
+
+@inline
+def origin_of(call: Any, runs: Any, sequence: Any, q_pos: Any) -> Any:
+    """What a row's left-aligned biases are relative to."""
+    origin = q_pos
+    if call[c.HAS_SHIFT] != 0:
+        origin = rules.last_held(runs, sequence, q_pos)
+    return origin
+
+
+def bias_of(spec: c.KernelSpec) -> Callable[..., Any]:
+    """bias(call, mask_base, slope, q_pos, origin, kv_pos) of a kind, a device function. Positions are int32."""
+    load = LOADS[spec.mask_dtype or spec.dtype]
+
+    @inline
+    def entry_of(call: Any, mask_base: Any, row: Any, kv_pos: Any) -> Any:
+        return load(mask_base + np.int64(row) * call[c.MASK_ROW] + np.int64(kv_pos & 127) * call[c.MASK_COLUMN])
+
+    @inline
+    def none(call: Any, mask_base: Any, slope: Any, q_pos: Any, origin: Any, kv_pos: Any) -> Any:
+        return ZERO
+
+    @inline
+    def linear(call: Any, mask_base: Any, slope: Any, q_pos: Any, origin: Any, kv_pos: Any) -> Any:
+        return rules.linear_bias(slope, q_pos, kv_pos)
+
+    @inline
+    def sqrt(call: Any, mask_base: Any, slope: Any, q_pos: Any, origin: Any, kv_pos: Any) -> Any:
+        return rules.sqrt_bias(slope, q_pos, kv_pos)
+
+    @inline
+    def left_align(call: Any, mask_base: Any, slope: Any, q_pos: Any, origin: Any, kv_pos: Any) -> Any:
+        return rules.left_align_bias(slope, origin, kv_pos)
+
+    @inline
+    def template_linear(call: Any, mask_base: Any, slope: Any, q_pos: Any, origin: Any, kv_pos: Any) -> Any:
+        entry = entry_of(call, mask_base, rules.template_row(q_pos, kv_pos), kv_pos)
+        return rules.template_linear_bias(slope, entry, q_pos, kv_pos)
+
+    @inline
+    def template_sqrt(call: Any, mask_base: Any, slope: Any, q_pos: Any, origin: Any, kv_pos: Any) -> Any:
+        entry = entry_of(call, mask_base, rules.template_row(q_pos, kv_pos), kv_pos)
+        return rules.template_sqrt_bias(slope, entry, q_pos, kv_pos)
+
+    @inline
+    def template_left_align(call: Any, mask_base: Any, slope: Any, q_pos: Any, origin: Any, kv_pos: Any) -> Any:
+        entry = entry_of(call, mask_base, rules.template_row(q_pos, kv_pos), kv_pos)
+        return rules.template_left_align_bias(slope, entry, origin, kv_pos)
+
+    @inline
+    def heads_mask(call: Any, mask_base: Any, slope: Any, q_pos: Any, origin: Any, kv_pos: Any) -> Any:
+        return entry_of(call, mask_base, rules.heads_mask_row(q_pos, kv_pos), kv_pos)
+
+    kinds = (none, linear, sqrt, left_align, template_linear, template_sqrt, template_left_align, heads_mask)
+    return kinds[c.BIASES.index(spec.bias)]

@@ -1,0 +1,7 @@
+"""Errors that several layers raise."""
+
+from __future__ import annotations
+
+
+class TargetUnavailableError(RuntimeError):
+    """The target asked for cannot run here; nothing else was tried in its place."""
