@@ -94,8 +94,9 @@ def test_blocks_of_a_launch_exchange_nothing() -> None:
         launch(exchange + store + "ld.global.u32 %r1, [%rd13];", memory, arguments, grid=2)
     launch(exchange + store + "ld.volatile.global.u32 %r1, [%rd13];", memory, arguments, grid=2)
     launch(exchange + "ld.global.u32 %r1, [%rd13];", memory, arguments, grid=2)  # an earlier launch's
-    with pytest.raises(ptx.GlobalRace, match="by another thread"):
-        launch("st.global.u32 [%rd0], %r20;", memory, arguments, grid=2)
+    for lanes in (32, 64):  # one block after the other, and both together
+        with pytest.raises(ptx.GlobalRace, match="by another thread"):
+            launch("st.global.u32 [%rd0], %r20;", memory, arguments, grid=2, lanes=lanes)
     launch("mov.u32 %r20, 1; st.global.u32 [%rd0], %r20;", memory, arguments, grid=40)  # all the same value
     launch("red.global.add.u32 [%rd0], 1;", memory, arguments, grid=2)
     assert array[0] == 65

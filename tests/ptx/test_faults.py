@@ -9,7 +9,7 @@ import pytest
 
 import ptx
 from ptx import Memory, Module
-from ptx.text import entry
+from ptx.text import entry, run
 
 SHARED = ".extern .shared .align 16 .b8 s[];"
 # %r1: the thread's word in shared memory; %r3: its neighbour's; %r5: that of the thread 32 on, of two warps.
@@ -58,6 +58,13 @@ FAULTS: dict[str, tuple[type[ptx.Fault], str, str, str]] = {
         "@%p3 st.shared.u32 [%r9], %r0; bar.sync 0; ld.shared.u32 %r10, [%r9]; @%p3 st.shared.u32 [%r9], %r10;",
         "@%p3 st.shared.u32 [%r9], %r0; bar.sync 0; @%p3 ld.shared.u32 %r10, [%r9]; @%p3 st.shared.u32 [%r9], %r10;",
     ),
+    "one word read by all lanes of one warp and then written by the last": (
+        *(ptx.SharedRace, r"is written, a thread of warp 0 read it"),
+        "@!%p1 bra $A; setp.eq.u32 %p4, %r0, 31; @%p4 st.shared.u32 [%r9], 1; bar.warp.sync -1; ld.shared.u32 %r10, [%r9];"
+        "@%p4 st.shared.u32 [%r9], 0; $A:",
+        "@!%p1 bra $A; setp.eq.u32 %p4, %r0, 31; @%p4 st.shared.u32 [%r9], 1; bar.warp.sync -1; ld.shared.u32 %r10, [%r9];"
+        "bar.warp.sync -1; @%p4 st.shared.u32 [%r9], 0; $A:",
+    ),
     "all threads write one word": (
         *(ptx.SharedRace, r"is written, also by thread \d+"),
         "st.shared.u32 [%r9], 5;",
@@ -71,7 +78,8 @@ FAULTS: dict[str, tuple[type[ptx.Fault], str, str, str]] = {
     "an atomic and a plain read": (
         *(ptx.SharedRace, r"is read, thread \d+ wrote it"),
         "@%p3 st.shared.u32 [%r9], 0; bar.sync 0; red.shared.add.u32 [%r9], 1; ld.shared.u32 %r10, [%r9];",
-        "@%p3 st.shared.u32 [%r9], 0; bar.sync 0; red.shared.add.u32 [%r9], 1; bar.sync 0; ld.shared.u32 %r10, [%r9];",
+        "@%p3 st.shared.u32 [%r9], 0; bar.sync 0; red.shared.add.u32 [%r9], 1;"
+        "red.shared.add.u32 [%r9], 1; bar.sync 0; ld.shared.u32 %r10, [%r9];",
     ),
     "ldmatrix of rows that other lanes have just written": (
         *(ptx.SharedRace, r"is read, thread \d+ wrote it"),
@@ -143,6 +151,11 @@ FAULTS: dict[str, tuple[type[ptx.Fault], str, str, str]] = {
         *(ptx.Misaligned, "no multiple of 16"),
         "cp.async.cg.shared.global [%r6], [%rd10+8], 16; cp.async.wait_all;",
         "cp.async.ca.shared.global [%r6], [%rd10+8], 8; cp.async.wait_all;",
+    ),
+    "a misaligned source of which nothing is read": (
+        *(ptx.Misaligned, "no multiple of 16"),
+        "cp.async.cg.shared.global [%r6], [%rd10+8], 16, 0; cp.async.wait_all;",
+        "cp.async.cg.shared.global [%r6], [%rd10+16], 16, 0; cp.async.wait_all;",
     ),
     "a global address past the end": (
         *(ptx.MemoryFault, r"nearest is array 0 .*, byte 2048 of it, 0 bytes past its end"),
@@ -228,3 +241,21 @@ def test_each_fault_is_seen_and_its_correct_twin_runs(name: str) -> None:
             assert "k, PTX line" in str(caught.value) and ", block 0, thread" in str(caught.value)
         else:
             module.run("k", **launch)
+
+
+def test_what_is_ordered_by_way_of_a_third_warp() -> None:
+    """Warps 0 and 1 meet, then 1 and 2: what 0 wrote is visible to 2. If 1 meets 2 first, it isn't."""
+    body = """
+        mov.u32 %r1, s; shr.u32 %r2, %r0, 5; setp.eq.u32 %p0, %r2, 0; setp.eq.u32 %p1, %r2, 1; setp.eq.u32 %p2, %r2, 2;
+        setp.eq.u32 %p3, %r0, 0; @%p3 st.shared.u32 [%r1], 7;
+        @%p0 bra $ZERO; @%p1 bra $ONE;
+        barrier.sync SECOND, 64; ld.shared.u32 %r3, [%r1]; bra.uni $END;
+        $ZERO: barrier.sync 1, 64; bra.uni $END;
+        $ONE: barrier.sync FIRST, 64; barrier.sync OTHER, 64;
+        $END:
+    """
+    right = body.replace("SECOND", "2").replace("FIRST", "1").replace("OTHER", "2")
+    run(entry(right, "", SHARED), block=96, shared_bytes=16)
+    wrong = body.replace("SECOND", "2").replace("FIRST", "2").replace("OTHER", "1")
+    with pytest.raises(ptx.SharedRace, match="is read, thread 0 wrote it"):
+        run(entry(wrong, "", SHARED), block=96, shared_bytes=16)
