@@ -12,12 +12,12 @@ import numpy as np
 from .access import WINDOWS
 from .barriers import Barriers
 from .blocks import BasicBlock, split
-from .order import ranks
 from .copies import Copies
 from .faults import Deadlock, Fault, UnknownInstruction
 from .forms import DTYPES
 from .memory import Memory
 from .operands import Immediate, Register, Sink, Special, Symbol
+from .order import ranks
 from .parse import WIDTHS, Instruction, Kernel
 from .shared import LocalSpace, SharedSpace
 from .space import GlobalSpace
