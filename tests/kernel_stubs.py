@@ -113,9 +113,9 @@ def local() -> Callable[..., Any]:
 
     def kernel(call: Any, factors: Any) -> None:
         numbers = cuda.local.array(LOCAL_NUMBERS, float32)
-        for i in range(LOCAL_NUMBERS):
-            numbers[i] = ptx.load_f32(call[Q] + 4 * i)
-        ptx.store_f32(call[OUT], numbers[call[K] + np.int64(cuda.threadIdx.x)])
+        for n in range(call[K]):
+            numbers[ptx.load_i32(call[Q] + 4 * n)] = factors[QK_SCALE]
+            ptx.store_f32(call[OUT], numbers[ptx.load_i32(call[Q] + 4 * n)])
 
     return kernel
 
