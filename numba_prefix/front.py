@@ -54,7 +54,7 @@ def prefix_encoder(
     kv_seq_len    total key tokens of each sequence, [batch], on the host
     mask_type     MaskType, number or name: "causal", "none", "alibi", "alibi_sqrt", "alibi_left_align", …
     mask          None, or ATB's ALiBi template [256, 256] or [head_num, mask_len, 128], query's dtype or float32
-    slopes        float32 [head_num], for the ALiBi kinds: the paper's positive slopes when mask is None
+    slopes        float32 [head_num], for the ALiBi kinds, in any memory: the paper's positive slopes when mask is None
     head_num      may be left out when query is 3-D
     kv_head_num   0: head_num; None: the cache's own count if it is 4-D, else head_num
     qk_scale      multiplies q·k before any bias (1 / sqrt(head_size) for most networks)
@@ -62,13 +62,18 @@ def prefix_encoder(
     return_lse    also return the natural log-sum-exp of the scores, float32 [num_tokens, head_num]
     target        "auto" (CUDA for CUDA tensors, else CPU), "cpu", "cuda", "reference" (float64 NumPy)
     num_threads   most threads to use on the CPU; None: all that the process may use (get_num_threads)
-    workspace     a writable byte buffer of at least the size the two-phase form reports; None: one is kept per thread
-    validate      "full", or "shape" to skip the check of the block ids' values
+    workspace     a writable byte buffer of at least the size the two-phase form reports, on a GPU an array there; None: one
+                  is kept per thread, or taken on the GPU for the call
+    stream        where a GPU is to compute (see Context), which is not waited for
+    validate      "full", or "shape" to skip the check of the block ids' values. A table on a GPU is checked by the kernel,
+                  which follows no bad id: "full" raises the error at this thread's next call for a GPU, "wait" waits for the
+                  result and raises it at once. For other tables "wait" is "full"
     held_blocks   None, or bool [batch, max_block_num] on the host: attend to the keys of these blocks of each sequence
                   only, each at its own position; entries of block_tables for other blocks may hold anything
 
-    Returns out, or (out, lse), of the caller's kind (NumPy, torch, …). Raises TypeError and ValueError naming the
-    argument, before anything is computed, and TargetUnavailableError for a target that cannot run.
+    All arrays are in one memory: the CPU's, or one GPU's. Returns out, or (out, lse), of the caller's kind (NumPy, torch,
+    …). Raises TypeError and ValueError naming the argument, before anything is computed, and TargetUnavailableError for a
+    target that cannot run. Into a CUDA graph only the two-phase form is captured.
     """
     check_choice("validate", validate, VALIDATE)
     check_flag("return_lse", return_lse)
@@ -144,9 +149,11 @@ def self_attention_prefix_encoder_get_workspace_size(
 def self_attention_prefix_encoder(workspace: Any, workspace_size: int, op: Op, context: Context | None = None) -> None:
     """Second phase: run `op`, writing its attn_out.
 
-    workspace: a writable buffer (bytearray, NumPy or torch CPU array of any dtype, …) of at least workspace_size bytes, at
-    any alignment. workspace_size: what the first phase returned. A context given here has to name the same target; its
-    num_threads can take threads away from the number planned, not add any.
+    workspace: a writable buffer (bytearray, NumPy or torch array of any dtype, …) of at least workspace_size bytes, at any
+    alignment, in the memory of the arrays. workspace_size: what the first phase returned. A context given here has to name
+    the same target; its num_threads can take threads away from the number planned, not add any, its stream is this run's.
+    On a GPU this only launches kernels, also into a CUDA graph that is being captured; a bad block id that an earlier run
+    has met is a ValueError (Op.check waits for what was run).
     """
     if not isinstance(op, Op):
         raise TypeError(f"op: got {type(op).__name__}, expected the operation that the first phase returned")

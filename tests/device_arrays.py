@@ -125,10 +125,13 @@ class GpuArray:
         return made
 
     def set(self, array: np.ndarray) -> None:
+        self.set_bytes(array, 0)
+
+    def set_bytes(self, array: np.ndarray, begin: int) -> None:
         source, device = np.ascontiguousarray(array), get_device(0)
-        if self.num_bytes:
+        if source.nbytes:
             with device.current():
-                device.driver.to_device(self.address, source.ctypes.data, self.num_bytes, LEGACY_STREAM)
+                device.driver.to_device(self.address + begin, source.ctypes.data, source.nbytes, LEGACY_STREAM)
                 device.driver.synchronize(LEGACY_STREAM)
 
     def get(self) -> np.ndarray:

@@ -28,7 +28,7 @@ F32 = np.float32
 
 
 def compile_kernel(spec: c.KernelSpec, cc: tuple[int, int]) -> Compiled:
-    """In place of numba_prefix.cuda.compile's."""
+    """In place of numba_prefix.cuda.cubins.kernel."""
     fields = {name: getattr(spec, name) for name in c.KernelSpec.__slots__} | {"cc": cc}
     block_m, block_n = BLOCKS[spec.family]
     return Compiled(
@@ -51,12 +51,12 @@ def execute(launched: Launched, memory: Memory) -> None:
 
 def install(monkeypatch: Any, **options: Any) -> FakeDriver:
     """A fake driver in place of the process's own; its kernels are these unless it interprets real ones."""
-    from numba_prefix.cuda import driver, kernels
+    from numba_prefix.cuda import cubins, driver
 
     fake = FakeDriver(**({"execute": execute} | options))
     monkeypatch.setattr(driver, "_driver", fake)
     if fake.execute is not interpreted:
-        monkeypatch.setattr(kernels, "compile_kernel", compile_kernel)
+        monkeypatch.setattr(cubins, "kernel", compile_kernel)
     return fake
 
 

@@ -71,6 +71,12 @@ def test_targets_keep_apart(path: Path) -> None:
         assert names(path, f"numba_prefix.{other}", "numba_prefix.front", "numba_prefix.reference") == set()
 
 
+def test_one_module_knows_the_driver() -> None:
+    """What is not said through cuda/driver.py is unknown to the fake driver of the tests."""
+    users = [path.name for path in FILES if names(path, "cuda.bindings.driver", "cuda.core.Device", "cuda.core.Stream")]
+    assert users == ["driver.py"]
+
+
 def test_jit_options_in_one_place() -> None:
     for path in FILES:
         if path.name != "jit.py":

@@ -5,15 +5,15 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from numba_prefix.arrays import ITEM_BYTES, Tensor
-from numba_prefix.cuda.compile import Compiled, compile_kernel
+from numba_prefix.cuda import cubins
+from numba_prefix.cuda.choice import CHUNK, family_of, head_dim_of, merge_of
+from numba_prefix.cuda.compile import Compiled
 from numba_prefix.cuda.gpu import Device
-from numba_prefix.cuda.spec import HEAD_DIMS, KernelSpec
+from numba_prefix.cuda.spec import KernelSpec
 from numba_prefix.errors import TargetUnavailableError
 from numba_prefix.planning import bias_of
 from numba_prefix.problem import Operands, Problem
 
-TENSOR_CORES = (8, 0)  # the oldest compute capability that family mma runs on
-CHUNK = 16  # bytes that are copied at once where all rows are aligned to it
 DEFAULT_SHARED_BYTES = 48 << 10  # what a kernel may have without asking
 
 
@@ -37,13 +37,13 @@ def attention_kernel(device: Device, problem: Problem, operands: Operands, out_d
         family="fma",
         dtype=problem.dtype,
         out_dtype=out_dtype,
-        head_dim=min(size for size in HEAD_DIMS if size >= problem.head_size),
+        head_dim=head_dim_of(problem.head_size),
         bias=bias_of(problem),
         is_causal=problem.is_causal,
         mask_dtype=problem.mask_dtype or "",
         is_aligned=is_aligned(problem, operands),
     )
-    families = ["mma", "fma"] if problem.dtype != "float32" and device.cc >= TENSOR_CORES else ["fma"]
+    families = dict.fromkeys((family_of(problem.dtype, device.cc), "fma"))
     kernels = (_load(device, replace(spec, family=family)) for family in families)
     tried = []
     for kernel in kernels:
@@ -58,9 +58,8 @@ def attention_kernel(device: Device, problem: Problem, operands: Operands, out_d
 
 
 def merge_kernel(device: Device, attention: KernelSpec) -> Kernel:
-    """The kernel that joins the split tiles of another one, whatever its inputs are."""
-    out_dtype = attention.out_dtype
-    return _load(device, KernelSpec("merge", dtype=out_dtype, out_dtype=out_dtype, head_dim=attention.head_dim))
+    """The kernel that joins the split tiles of another one."""
+    return _load(device, merge_of(attention))
 
 
 def is_aligned(problem: Problem, operands: Operands) -> bool:
@@ -94,7 +93,7 @@ def _load_for_cc(device: Device, spec: KernelSpec) -> tuple[Compiled, int]:
     driver = device.driver
     loaded: tuple[Compiled, int] | None = driver.kept.get((device.cc, spec))
     if loaded is None:
-        compiled = compile_kernel(spec, device.cc)
+        compiled = cubins.kernel(spec, device.cc)
         handle = driver.get_kernel(driver.load_library(compiled.cubin), compiled.name)
         loaded = driver.kept[device.cc, spec] = compiled, handle
     return loaded

@@ -4,7 +4,8 @@
     torch.ops.numba_prefix.prefix_encoder_lse(query, key, value, block_tables, seq_len, kv_seq_len, …) -> out, lse
 
 Arguments are those of numba_prefix.prefix_encoder, the lengths as integer tensors in CPU memory and mask_type by its name.
-Tensors are read where they are. No gradient is computed: an input that requires one is an error while gradients are on.
+Tensors are read where they are: all of them but the lengths on the CPU, or on one GPU, which computes on torch's current
+stream. No gradient is computed: an input that requires one is an error while gradients are on.
 """
 
 from __future__ import annotations
@@ -29,8 +30,10 @@ _OPTION_NAMES = ("mask_type", "mask", "slopes", "head_num", "kv_head_num", "qk_s
 
 def _operator(name: str, function: Any, fake: Any, returns: str) -> Any:
     schema = f"({_ARRAYS}, {_OPTIONS}) -> {returns}"
+    # A plan is made at every call, which a CUDA graph cannot hold; torch.compile then leaves the operator out of its graphs.
+    tags = {"tags": (torch.Tag.cudagraph_unsafe,)} if hasattr(torch.Tag, "cudagraph_unsafe") else {}
     operator = torch.library.custom_op(
-        f"numba_prefix::{name}", function, mutates_args=(), device_types=("cpu", "cuda"), schema=schema
+        f"numba_prefix::{name}", function, mutates_args=(), device_types=("cpu", "cuda"), schema=schema, **tags
     )
     operator.register_fake(fake)
     operator.register_autograd(_no_gradient, setup_context=_refuse_gradient)
