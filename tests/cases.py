@@ -216,7 +216,11 @@ MASK_FORMS = ("none", "causal", *(f"{kind}-{how}" for kind in ALIBI for how in (
 
 
 def run(case: Case, target: str, /, **overrides: Any) -> Any:
-    """The result of a target, every argument by name."""
+    """The result of a target, every argument by name; of "cuda" on a fake GPU (cc, execute: see cuda_target)."""
+    if target == "cuda":
+        import cuda_target
+
+        return cuda_target.run(case, **overrides)
     return nbp.prefix_encoder(**(case.arguments() | {"target": target} | overrides))
 
 

@@ -61,6 +61,7 @@ def make(spec: c.KernelSpec) -> c.Source:
     ROW_BYTES, CHUNKS = 2 * HEAD_DIM, HEAD_DIM // 8
     Q_TILE, K_TILE, V_TILE = 0, BLOCK_M * ROW_BYTES, (BLOCK_M + BLOCK_N) * ROW_BYTES
     STEPS, KEY_PAIRS, DIM_PAIRS = HEAD_DIM // 16, BLOCK_N // 16, HEAD_DIM // 16
+    # Loops over acc are short, or in halves: long ones LLVM unrolls too late to keep what they index in registers.
     Q_SIZE, ACC_SIZE, S_SIZE, P_SIZE = 4 * STEPS, 8 * DIM_PAIRS, 8 * KEY_PAIRS, 4 * KEY_PAIRS
     KEEPS_Q = HEAD_DIM <= MAX_KEPT_HEAD_DIM
     IS_ALIGNED = spec.is_aligned
@@ -164,20 +165,19 @@ def make(spec: c.KernelSpec) -> c.Source:
         return np.int32(base + V_TILE + 16 * j * ROW_BYTES + place(row, chunk))
 
     @inline
-    def add_values(acc: Any, p: Any, base: Any) -> None:
-        """acc [16 rows, HEAD_DIM] += weights · values."""
-        for j in range(KEY_PAIRS):
-            for d in range(DIM_PAIRS):
-                b0, b1, b2, b3 = ptx.load_matrices_transposed(value_address(base, j, d))
-                e = 8 * d
-                acc[e], acc[e + 1], acc[e + 2], acc[e + 3] = mma(
-                    p[4 * j], p[4 * j + 1], p[4 * j + 2], p[4 * j + 3],
-                    b0, b1, acc[e], acc[e + 1], acc[e + 2], acc[e + 3],
-                )  # fmt: skip
-                acc[e + 4], acc[e + 5], acc[e + 6], acc[e + 7] = mma(
-                    p[4 * j], p[4 * j + 1], p[4 * j + 2], p[4 * j + 3],
-                    b2, b3, acc[e + 4], acc[e + 5], acc[e + 6], acc[e + 7],
-                )  # fmt: skip
+    def add_values(acc: Any, p: Any, base: Any, j: Any) -> None:
+        """acc [16 rows, HEAD_DIM] += weights · values of keys 16·j to 16·j + 15."""
+        for d in range(DIM_PAIRS):
+            b0, b1, b2, b3 = ptx.load_matrices_transposed(value_address(base, j, d))
+            e = 8 * d
+            acc[e], acc[e + 1], acc[e + 2], acc[e + 3] = mma(
+                p[4 * j], p[4 * j + 1], p[4 * j + 2], p[4 * j + 3],
+                b0, b1, acc[e], acc[e + 1], acc[e + 2], acc[e + 3],
+            )  # fmt: skip
+            acc[e + 4], acc[e + 5], acc[e + 6], acc[e + 7] = mma(
+                p[4 * j], p[4 * j + 1], p[4 * j + 2], p[4 * j + 3],
+                b2, b3, acc[e + 4], acc[e + 5], acc[e + 6], acc[e + 7],
+            )  # fmt: skip
 
     @inline
     def holds_nonfinite(base: Any) -> Any:
@@ -190,20 +190,27 @@ def make(spec: c.KernelSpec) -> c.Source:
         return found
 
     @inline
-    def move_nonfinite(acc: Any, first: Any, count: Any, limit: Any, base: Any) -> None:
-        """Takes infinities and NaNs out of the value tile and adds them to the rows that see them, and to no other: in the
-        products, a hidden key's weight of 0 takes part."""
+    def add_nonfinite(acc: Any, first: Any, count: Any, limit: Any, base: Any, begin: Any) -> None:
+        """Infinities and NaNs of half the value tile, chunks `begin` and after, added to the rows that see them."""
         column = 4 * (cuda.threadIdx.x & 3)
         for key in range(count):
             is_seen0 = rules.is_visible(first + key, limit[0])
             is_seen1 = rules.is_visible(first + key, limit[1])
-            for d in range(2 * DIM_PAIRS):
+            for j in range(DIM_PAIRS):
+                d = begin + j
                 at = np.int32(base + V_TILE + place(np.int32(key), np.int32(d)) + column)
                 low, high = rest(ptx.load_shared_i32(at))
                 if is_seen0:
                     acc[4 * d], acc[4 * d + 1] = acc[4 * d] + low, acc[4 * d + 1] + high
                 if is_seen1:
                     acc[4 * d + 2], acc[4 * d + 3] = acc[4 * d + 2] + low, acc[4 * d + 3] + high
+
+    @inline
+    def move_nonfinite(acc: Any, first: Any, count: Any, limit: Any, base: Any) -> None:
+        """Takes infinities and NaNs out of the value tile and adds them to the rows that see them, and to no other: in the
+        products, a hidden key's weight of 0 takes part."""
+        add_nonfinite(acc, first, count, limit, base, 0)
+        add_nonfinite(acc, first, count, limit, base, DIM_PAIRS)
         cuda.syncthreads()
         for i in range(BLOCK_N * CHUNKS // THREADS):
             at = np.int32(base + V_TILE + CHUNK * (i * THREADS + cuda.threadIdx.x))
@@ -244,9 +251,11 @@ def make(spec: c.KernelSpec) -> c.Source:
             ptx.store_f32(address + 4 * (lanes * pitch + lanes + row), l_i)
 
     @inline
-    def store_row(call: Any, acc: Any, address: Any, l_i: Any, i: Any) -> None:
+    def store_row(call: Any, acc: Any, address: Any, l_i: Any, i: Any, begin: Any) -> None:
+        """Half of the thread's row i: chunks `begin` and after."""
         quad = cuda.threadIdx.x & 3
-        for d in range(2 * DIM_PAIRS):
+        for j in range(DIM_PAIRS):
+            d = begin + j
             for e in range(2):
                 column = 8 * d + 2 * quad + e
                 if column < call[c.HEAD_SIZE]:
@@ -266,7 +275,9 @@ def make(spec: c.KernelSpec) -> c.Source:
                 store_state(call, acc, state, rows, row, m_i[i], total, i)
             else:
                 token, q_head = token_and_head(call, q_begin, entry[M_BLOCK] * BLOCK_M + row, kv_head)
-                store_row(call, acc, call[c.OUT] + token * call[c.OUT_TOKEN] + q_head * call[c.OUT_HEAD], total, i)
+                out = call[c.OUT] + token * call[c.OUT_TOKEN] + q_head * call[c.OUT_HEAD]
+                store_row(call, acc, out, total, i, 0)
+                store_row(call, acc, out, total, i, DIM_PAIRS)
                 if cuda.threadIdx.x & 3 == 0:
                     store_lse(call, token, q_head, m_i[i], total, unit, origin[i])
 
@@ -350,7 +361,8 @@ def make(spec: c.KernelSpec) -> c.Source:
                 count = np.int32(rules.keys_in_block(runs, run, kv_idx, n_end, BLOCK_N))
                 page, slot = find_page(call, b, kv_pos + key, key < count)
                 copy_tile(base + K_TILE, k_base, call[c.K_BLOCK], call[c.K_SLOT], page, slot, head_bytes)
-            add_values(acc, p, base)
+            for j in range(KEY_PAIRS):
+                add_values(acc, p, base, j)
         if IS_ALIGNED:
             ptx.wait_all()
 

@@ -99,8 +99,7 @@ def _float_to_integer(source: str, to: str, rounding: Any, is_flushed: bool, a: 
         values = flush(values)
     whole = rounding(values.astype(np.float64))
     limits = np.iinfo(out.dtype)
-    # The first float64 above the range, and the range's own ends: 2**63 - 1 isn't one.
-    above = whole >= float(limits.max) + (1 if limits.bits <= 32 else 0)
+    above = whole >= float(limits.max)  # 2**63, as 2**63 - 1 is no float64
     inside = np.where(above | (whole <= limits.min) | np.isnan(whole), 0, whole)
     result = inside.astype(out.dtype)
     result[above] = limits.max

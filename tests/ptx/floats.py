@@ -47,8 +47,9 @@ def fma(a: np.ndarray, b: np.ndarray, c: np.ndarray, out: np.ndarray) -> None:
     product = np.multiply(a, b, dtype=np.float64)
     total = product + c
     # A sum that falls on the midpoint of two float32 may have been rounded to it.
-    if np.count_nonzero(total.view(np.uint64) & _BELOW == _MIDPOINT):
-        total = _sticky(product, c.astype(np.float64), total)
+    is_unsure = total.view(np.uint64) & _BELOW == _MIDPOINT
+    if np.count_nonzero(is_unsure):
+        total[is_unsure] = _sticky(product[is_unsure], c[is_unsure].astype(np.float64), total[is_unsure])
     np.copyto(out, total, "unsafe")
 
 

@@ -18,7 +18,7 @@ class _Part:
     name: str
     array: np.ndarray
     is_writable: bool
-    is_filled: bool
+    filled: np.ndarray | None  # by byte of its extent; None: everything is
     start: int
     end: int
 
@@ -53,7 +53,9 @@ class Region:
         first = parts[0]
         self.is_writable = first.is_writable
         if len(parts) == 1 and first.is_dense:
-            self.filled = None if first.is_filled else np.zeros(length, bool)
+            if first.filled is not None:
+                self.filled = np.ones(length, bool)
+                self.filled[self.start - self.origin : self.end - self.origin] = first.filled
             return
         self.readable, self.writable = np.zeros(length, bool), np.zeros(length, bool)
         filled = np.ones(length, bool)
@@ -61,7 +63,8 @@ class Region:
             places = part.offsets() + (part.start - self.origin)
             self.readable[places] = True
             self.writable[places] |= part.is_writable
-            filled[places] &= part.is_filled
+            if part.filled is not None:
+                filled[places] &= part.filled[part.offsets()]
         self.filled = None if filled.all() else filled
         self.is_writable = any(part.is_writable for part in parts)
 
@@ -104,8 +107,9 @@ class Memory:
         bounds = np.lib.array_utils.byte_bounds if hasattr(np.lib, "array_utils") else np.byte_bounds
         start, end = (int(bound) for bound in bounds(array)) if array.size else (array.ctypes.data,) * 2
         is_writable = array.flags.writeable if writable is None else writable
-        self._parts.append(_Part(name, array, is_writable, is_filled, start, end))
-        self._regions = None
+        filled = None if is_filled else np.zeros(end - start, bool)
+        self._forget_regions()
+        self._parts.append(_Part(name, array, is_writable, filled, start, end))
         return array.ctypes.data
 
     def zeros(self, name: str, shape: Any, dtype: Any, is_filled: bool = True) -> np.ndarray:
@@ -121,7 +125,15 @@ class Memory:
         kept = [part for part in self._parts if part.name != name]
         if len(kept) == len(self._parts):
             raise KeyError(name)
-        self._parts, self._regions = kept, None
+        self._forget_regions()
+        self._parts = kept
+
+    def _forget_regions(self) -> None:
+        for region in self._regions or []:
+            for part in region.parts:
+                if region.filled is not None:
+                    part.filled = region.filled[part.start - region.origin : part.end - region.origin].copy()
+        self._regions = None
 
     def begin(self) -> None:
         """A launch begins: what earlier ones wrote is visible to all of its blocks."""

@@ -47,6 +47,18 @@ def test_threads_part_and_meet_again() -> None:
     assert on_lanes(code, values, 64).tolist() == [steps(int(n)) for n in values]
 
 
+def test_they_meet_again_though_the_loop_stands_behind_its_end() -> None:
+    code = """
+        mov.u32 %r5, 0; bra.uni $TEST;
+        $DONE: bar.sync 0; bra.uni $END;
+        $BODY: add.u32 %r5, %r5, 2; sub.u32 %r1, %r1, 1;
+        $TEST: setp.eq.u32 %p1, %r1, 0; @%p1 bra $DONE; bra.uni $BODY;
+        $END:
+    """
+    values = RNG.integers(0, 20, 64)
+    assert on_lanes(code, values, 64).tolist() == (2 * values).tolist()
+
+
 def test_guards() -> None:
     code = "setp.gt.u32 %p1, %r1, 5; mov.u32 %r5, 1; @%p1 mov.u32 %r5, 2; @!%p1 add.u32 %r5, %r5, 10;"
     assert on_lanes(code, np.arange(32)).tolist() == [11] * 6 + [2] * 26

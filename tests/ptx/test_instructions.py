@@ -246,6 +246,30 @@ def test_flushing_subnormal_numbers() -> None:
     assert apply("neg.ftz.f32 %o, %a;", "f32", ("f32", tiny)) == 0
 
 
+@pytest.mark.parametrize(
+    "code",
+    [
+        "mov.f32 %x, %a;",
+        "mov.f32 %y, %a; mov.f32 %x, %y;",
+        "mul.ftz.f32 %x, %a, %a; mov.b64 %rd20, {%a, %a}; mov.b64 {%y, %x}, %rd20;",
+        "mov.f32 %x, 0f00080000;",
+        "setp.eq.f32 %p1, %a, %a; selp.f32 %x, %a, 0f3F800000, %p1;",
+        "mul.f32 %x, %a, 0f3F800000;",
+        "mov.b32 %r1, %a; mov.b32 %x, %r1;",
+        "shfl.sync.idx.b32 %r1|%p1, %r51, 0, 31, -1; mov.f32 %x, %a;",
+    ],
+)
+def test_subnormal_operands_are_flushed_wherever_they_come_from(code: str) -> None:
+    """2**-130 times 2**20 would be a normal number."""
+    declared = (
+        ".reg .f32 %x; .reg .f32 %y; mul.ftz.f32 %y, %a, %a;"
+        if "mov.f32 %y" not in code
+        else ".reg .f32 %x; .reg .f32 %y;"
+    )
+    found = apply(f"{declared} {code} mul.ftz.f32 %o, %x, 0f49800000;", "f32", ("f32", [2.0**-130] * 32))
+    np.testing.assert_array_equal(found, np.zeros(32, np.float32))
+
+
 def test_nan_and_signed_zeros() -> None:
     a, b = np.float32([NAN, 1, NAN, -0.0, 0.0, 3]), np.float32([2, NAN, NAN, 0.0, -0.0, 5])
     low, high = (apply(f"{name}.f32 %o, %a, %b;", "f32", ("f32", a), ("f32", b)) for name in ("min", "max"))
