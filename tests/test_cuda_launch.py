@@ -306,7 +306,7 @@ def test_second_device(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_targets_do_not_mix(fake: FakeDriver) -> None:
     case = case_of()
     with pytest.raises(ValueError, match=naming("query", "memory on cpu", "CUDA memory")):
-        run(case, "cuda")
+        nbp.prefix_encoder(**case.arguments(), target="cuda")
     for target in ("cpu", "reference"):
         with pytest.raises(ValueError, match=naming("query", "cuda:0", "CPU memory")):
             nbp.prefix_encoder(**on_gpu(fake, case), target=target)
