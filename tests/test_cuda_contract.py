@@ -24,9 +24,9 @@ from cases import (
     with_mask,
 )
 from cases import run as run_elsewhere
-from device_arrays import GpuArray
 
 import numba_prefix as nbp
+from numba_prefix.cuda.array import GpuArray
 from numba_prefix.cuda.driver import get_driver
 from numba_prefix.front import Context, plan_partial
 

@@ -317,3 +317,14 @@ def test_streams_are_in_order(idle: FakeDriver) -> None:
     """LEGACY_STREAM is where arrays without a word about streams are ready, and where they are used."""
     nbp.prefix_encoder(**on_gpu(idle, case_of()))
     assert {launch.stream for launch in idle.launches} == {LEGACY_STREAM}
+
+
+def test_command_line(fake: FakeDriver, capsys: pytest.CaptureFixture[str]) -> None:
+    """Files and trials are in CPU memory: for this target they are copied to the GPU, and judged."""
+    from numba_prefix.cli.app import main
+
+    report = nbp.warmup("cuda", head_sizes=20, dtypes=["bfloat16", "float32"], mask_types=["causal", "alibi_sqrt"])
+    assert report["ok"] and len(report["checks"]) == 4
+    assert report["reason"] == "asked for; family mma, sm_80 (Test GPU 0)"
+    assert main(["run", "--target", "cuda"]) == 0
+    assert "within the error budget" in capsys.readouterr().out
