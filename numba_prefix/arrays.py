@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 _EXPECTED = "a NumPy array, a torch tensor, or an object with __dlpack__ or __cuda_array_interface__"
 _DLPACK_MAJOR = 1
 _DLPACK_DEVICES = {1: "cpu", 2: "cuda", 3: "cpu", 13: "cuda"}  # plain, CUDA, pinned host and CUDA managed memory
-_DLPACK_DTYPES = {0: "int", 1: "uint", 2: "float", 4: "bfloat", 5: "complex"}
+DLPACK_DTYPES = {0: "int", 1: "uint", 2: "float", 4: "bfloat", 5: "complex"}
 _DLPACK_BOOL = 6
 _READ_ONLY_FLAG = 1
 _MAX_WORK: Any = 100_000  # candidate solutions that np.shares_memory may look at
@@ -28,7 +28,7 @@ ITEM_BYTES = {
     "bool": 1, "int8": 1, "uint8": 1, "int16": 2, "uint16": 2, "int32": 4, "uint32": 4, "int64": 8, "uint64": 8,
     "float16": 2, "bfloat16": 2, "float32": 4, "float64": 8,
 }  # fmt: skip
-_BITS = {"float16": "uint16", "bfloat16": "uint16"}
+BITS = {"float16": "uint16", "bfloat16": "uint16"}
 
 _numpy_dtypes: dict[Any, str] = {}
 _torch_dtypes: dict[Any, str] = {}
@@ -105,7 +105,7 @@ def as_numpy(t: Tensor) -> NDArray[Any]:
 
 def bits(t: Tensor) -> NDArray[Any]:
     """As as_numpy, but 16-bit floats are shown as uint16."""
-    return _view(t, _BITS.get(t.dtype, t.dtype))
+    return _view(t, BITS.get(t.dtype, t.dtype))
 
 
 def empty_like(t: Tensor, shape: tuple[int, ...], dtype: str) -> Any:
@@ -192,7 +192,7 @@ def _view(t: Tensor, dtype: str) -> NDArray[Any]:
 
 
 def _addresses(t: Tensor, dtype: str | None = None) -> NDArray[Any]:
-    dtype = dtype or _BITS.get(t.dtype, t.dtype)
+    dtype = dtype or BITS.get(t.dtype, t.dtype)
     return np.empty(t.shape, dtype) if 0 in t.shape else np.asarray(_Memory(t, dtype))
 
 
@@ -258,7 +258,9 @@ def _describe_torch(torch: Any, tensor: Any, name: str) -> Tensor:
     return Tensor(name, tensor, "torch", address, dtype, shape, strides, device, keeper is None, keeper)
 
 
-class _DLTensor(ctypes.Structure):
+class DLTensor(ctypes.Structure):
+    """DLPack's description of an array."""
+
     _fields_ = (
         ("data", ctypes.c_void_p),
         ("device_type", ctypes.c_int32),
@@ -280,7 +282,7 @@ class _DLManagedTensorVersioned(ctypes.Structure):
         ("manager_ctx", ctypes.c_void_p),
         ("deleter", ctypes.c_void_p),
         ("flags", ctypes.c_uint64),
-        ("tensor", _DLTensor),
+        ("tensor", DLTensor),
     )
 
 
@@ -292,7 +294,7 @@ _capsule_pointer = ctypes.PYFUNCTYPE(ctypes.c_void_p, ctypes.py_object, ctypes.c
 )
 
 
-def _open_capsule(capsule: Any, name: str) -> tuple[_DLTensor, bool]:
+def _open_capsule(capsule: Any, name: str) -> tuple[DLTensor, bool]:
     """The tensor inside a DLPack capsule, and whether it may be written."""
     if _capsule_is_valid(capsule, b"dltensor_versioned"):
         pointer = _capsule_pointer(capsule, b"dltensor_versioned")
@@ -302,7 +304,7 @@ def _open_capsule(capsule: Any, name: str) -> tuple[_DLTensor, bool]:
             raise TypeError(f"{name}: got a DLPack {found} capsule, expected version {_DLPACK_MAJOR}")
         return versioned.tensor, not versioned.flags & _READ_ONLY_FLAG
     if _capsule_is_valid(capsule, b"dltensor"):
-        return _DLTensor.from_address(_capsule_pointer(capsule, b"dltensor")), True
+        return DLTensor.from_address(_capsule_pointer(capsule, b"dltensor")), True
     raise TypeError(f"{name}: got {type(capsule).__name__} from __dlpack__, expected a DLPack capsule")
 
 
@@ -324,8 +326,8 @@ def _describe_dlpack(obj: Any, name: str) -> Tensor:
         device = f"cuda:{dl.device_id}"
     if dl.code == _DLPACK_BOOL:
         dtype = "bool"
-    elif dl.lanes == 1 and dl.code in _DLPACK_DTYPES:
-        dtype = f"{_DLPACK_DTYPES[dl.code]}{dl.bits}"
+    elif dl.lanes == 1 and dl.code in DLPACK_DTYPES:
+        dtype = f"{DLPACK_DTYPES[dl.code]}{dl.bits}"
     else:
         got = f"DLPack dtype code {dl.code}, {dl.bits} bits, {dl.lanes} lanes"
         raise TypeError(f"{name}: got {got}, expected a plain integer or floating-point dtype")

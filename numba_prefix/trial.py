@@ -15,6 +15,7 @@ from numba_prefix.front import Context, Op
 from numba_prefix.masks import MaskType, alibi_slopes
 from numba_prefix.problem import FLOAT_DTYPES, Problem, check_lengths, static_problem
 from numba_prefix.reference import Budget, budget, naive, reference
+from numba_prefix.uninterrupted import cuda_target
 
 _NAN_BITS = {"float16": 0x7E00, "bfloat16": 0x7FC0}
 _SPARE_BLOCKS = 2  # that no table names
@@ -41,22 +42,45 @@ class Inputs:
         return {name: getattr(self, name) for name in self.__slots__}
 
     def plan(self, context: Context) -> tuple[Op, Any]:
-        """An operation with lse, and its output; both are poisoned. Raises what prefix_encoder would."""
+        """An operation with lse, and its output; both are poisoned. For target "cuda" all arrays are copied to a GPU, on which
+        the outputs are. Raises what prefix_encoder would."""
         arguments = self.arguments()
         lengths = arguments.pop("seq_len"), arguments.pop("kv_seq_len")
         q = describe(self.query, "query")
         out = empty(q.shape, q.dtype, "out") if q.dtype in FLOAT_DTYPES else None
+        if out is not None:
+            poison(out)
         problem, operands = static_problem(**arguments, out=out)
+        if context.target == "cuda":
+            arguments, out = _on_gpu(arguments, out)
+            problem, operands = static_problem(**arguments, out=out)
         op = Op(problem, operands, check_lengths(problem, *lengths), context, return_lse=True)
-        poison(out)
-        poison(op.lse)
+        if op.target == "cuda":
+            op.lse.set(np.full(op.lse.shape, np.nan, np.float32))
+        else:
+            poison(op.lse)
         return op, out
 
     def judge(self, out: Any, lse: Any) -> tuple[Budget, Budget]:
         """The errors of out and lse against the oracle, with what is allowed."""
         ref, ref_lse = reference(**self.arguments(), return_lse=True)
         plain, plain_lse = naive(**self.arguments(), return_lse=True)
-        return budget(out, ref, plain), budget(lse, ref_lse, plain_lse)
+        return budget(on_host(out), ref, plain), budget(on_host(lse), ref_lse, plain_lse)
+
+
+def _on_gpu(arguments: dict[str, Any], out: Any) -> tuple[dict[str, Any], Any]:
+    cuda_target().available("cpu")
+    from numba_prefix.cuda.array import GpuArray
+
+    moved = {name: GpuArray.of(arguments[name]) for name in ("query", "key", "value", "block_tables")}
+    if arguments["mask"] is not None:
+        moved["mask"] = GpuArray.of(arguments["mask"])
+    return arguments | moved, None if out is None else GpuArray.of(out)
+
+
+def on_host(array: Any) -> Any:
+    """An output of plan's operation, in CPU memory."""
+    return array.get() if hasattr(array, "get") else array
 
 
 def bfloat16_array(stored: NDArray[np.uint16], name: str) -> Any:

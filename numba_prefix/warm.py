@@ -128,6 +128,7 @@ def first_run(inputs: Inputs, context: Context) -> tuple[Op, Any, list[dict[str,
     if context.target not in ("auto", "cpu"):
         op, out = inputs.plan(context)
         op.run()
+        op.check()
         return op, out, []
     cpu_target()
     from numba_prefix.cpu.timing import kernel_times

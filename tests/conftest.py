@@ -6,6 +6,7 @@ import os
 import shutil
 import signal
 import tempfile
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -47,3 +48,30 @@ def target(request: pytest.FixtureRequest) -> str:
 def kernel(request: pytest.FixtureRequest) -> str:
     """The compiled targets: what only they promise (bits, buffers, threads)."""
     return request.param
+
+
+@pytest.fixture
+def fake(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
+    """A fake GPU (fake_gpu.py) that does all at once."""
+    yield from _fake_gpu(monkeypatch)
+
+
+@pytest.fixture
+def lazy(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
+    """A GPU that is behind: nothing is done before it is waited for."""
+    yield from _fake_gpu(monkeypatch, is_lazy=True)
+
+
+@pytest.fixture
+def idle(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
+    """A GPU that does nothing, for tests that look at launches alone."""
+    yield from _fake_gpu(monkeypatch, execute=lambda *_: None)
+
+
+def _fake_gpu(monkeypatch: pytest.MonkeyPatch, **options: Any) -> Iterator[Any]:
+    import fake_gpu
+
+    from numba_prefix.cuda import launch
+
+    yield fake_gpu.install(monkeypatch, **options)
+    launch._pending.calls.clear()

@@ -16,7 +16,7 @@ from ptx.device import FakeDriver, Launched, interpreted
 
 import numba_prefix as nbp
 from numba_prefix.cuda import compile as compiler
-from numba_prefix.cuda import driver, kernels
+from numba_prefix.cuda import cubins, driver
 from numba_prefix.cuda.spec import KernelSpec
 
 CCS = ((7, 5), (8, 0), (9, 0), (12, 0))
@@ -43,7 +43,7 @@ def gpu(cc: tuple[int, int], execute: Execute = interpreted) -> Iterator[FakeDri
     fake = FakeDriver(cc=cc, execute=execute)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(driver, "_driver", fake)
-        patch.setattr(kernels, "compile_kernel", compiled)
+        patch.setattr(cubins, "kernel", compiled)
         yield fake
 
 

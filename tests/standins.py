@@ -10,10 +10,8 @@ from typing import Any
 
 import ml_dtypes
 import numpy as np
-from cases import Case
-from device_arrays import DeviceArray
 from ptx import Memory
-from ptx.device import FakeDriver, Launched, interpreted
+from ptx.device import Launched
 
 from numba_prefix import masks, softmax, tiling
 from numba_prefix.cuda import spec as c
@@ -49,25 +47,6 @@ def execute(launched: Launched, memory: Memory) -> None:
         kernel.run(*divmod(block, launched.call[c.KV_HEAD_NUM]))
 
 
-def install(monkeypatch: Any, **options: Any) -> FakeDriver:
-    """A fake driver in place of the process's own; its kernels are these unless it interprets real ones."""
-    from numba_prefix.cuda import cubins, driver
-
-    fake = FakeDriver(**({"execute": execute} | options))
-    monkeypatch.setattr(driver, "_driver", fake)
-    if fake.execute is not interpreted:
-        monkeypatch.setattr(cubins, "kernel", compile_kernel)
-    return fake
-
-
-def on_gpu(fake: FakeDriver, case: Case, **options: Any) -> dict[str, Any]:
-    """A case's arguments, its arrays on the GPU but for the slopes."""
-    return {
-        name: DeviceArray(fake, value, **options) if isinstance(value, np.ndarray) and name != "slopes" else value
-        for name, value in case.arguments().items()
-    }
-
-
 class _Kernel:
     def __init__(self, spec: c.KernelSpec, launched: Launched, memory: Memory) -> None:
         self.spec, self.call, self.memory = spec, launched.call, memory
@@ -83,7 +62,7 @@ class _Kernel:
         first = address + sum(r for r in reach if r < 0)
         last = address + sum(r for r in reach if r > 0) + np.dtype(dtype).itemsize - 1
         region = self.memory.find(first)
-        if region is None or region is not self.memory.find(last):
+        if region is None or last >= region.end:
             raise AssertionError(f"bytes {first:#x} to {last:#x}: {self.memory.nearest(first)}")
         at = first - region.origin
         raw = region.bytes[at : last - region.origin + 1]
@@ -240,10 +219,13 @@ class _Table:
 
     def __init__(self, kernel: _Kernel, address: int, columns: int) -> None:
         self._kernel, self._address, self._columns = kernel, address, columns
+        self._rows: dict[int, list[int]] = {}
 
     def __getitem__(self, index: Any) -> Any:
         if isinstance(index, tuple):
             row, column = index
-            return int(self[row][column])
-        place = self._address + int(index) * 8 * self._columns
-        return self._kernel.view(place, (self._columns,), (8,), np.int64).tolist()
+            return self[row][column]
+        if index not in self._rows:
+            place = self._address + int(index) * 8 * self._columns
+            self._rows[index] = self._kernel.view(place, (self._columns,), (8,), np.int64).tolist()
+        return self._rows[index]

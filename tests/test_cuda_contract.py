@@ -1,17 +1,16 @@
 """The contract on the CUDA target's own kernels, through the front door: interpreted ("ptx"), and on a GPU.
 
-What is interpreted is a cut of what a GPU runs: a kernel takes seconds to compile, and a tile a second to interpret.
+What is interpreted is a cut of what a GPU runs, on few kernels: each takes seconds to compile.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import pytest
-import real_kernels
 from cases import (
     MASK_FORMS,
     Case,
@@ -25,9 +24,9 @@ from cases import (
     with_mask,
 )
 from cases import run as run_elsewhere
-from device_arrays import GpuArray
 
 import numba_prefix as nbp
+from numba_prefix.cuda.array import GpuArray
 from numba_prefix.cuda.driver import get_driver
 from numba_prefix.front import Context, plan_partial
 
@@ -49,17 +48,20 @@ def call(case: Case, **overrides: Any) -> Any:
 
 
 @pytest.fixture
-def run(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Run:
+def run(request: pytest.FixtureRequest) -> Iterator[Run]:
     """call(), on kernels that are interpreted or on a GPU's: the test's parameter `where`."""
-    where = request.node.callspec.params.get("where", "ptx")
-    if where == "ptx":
-        real_kernels.install(monkeypatch)
-    else:
+    if request.node.callspec.params["where"] == "gpu":
         try:
             get_driver()
         except nbp.TargetUnavailableError as error:
             pytest.skip(str(error))
-    return call
+        yield call
+        return
+    pytest.importorskip("numba_cuda", reason="numba-cuda is not installed")
+    import cuda_target
+
+    with cuda_target.gpu((8, 0)):
+        yield call
 
 
 def close(run: Run, case: Case, **overrides: Any) -> Any:
@@ -88,25 +90,11 @@ def test_kinds(run: Run, where: str, form: str, dtype: str) -> None:
     close(run, with_mask(case, form, mask_dtype=dtype))
 
 
-@pytest.mark.parametrize(
-    ("form", "dtype", "where"),
-    [("alibi_sqrt-template", "bfloat16", "ptx"), ("alibi_left_align-generator", "float16", "ptx")],
-)
-def test_kinds_interpreted(run: Run, form: str, dtype: str, where: str) -> None:
-    case = make_case([33, 1], [150, 2100], head_num=2, head_size=32, dtype=dtype)
-    close(run, with_mask(case, form, mask_dtype=dtype))
-
-
-@pytest.mark.parametrize(
-    ("head_size", "dtype", "where"),
-    [pytest.param(80, "float16", "ptx"), pytest.param(7, "float16", "ptx")]
-    + [
-        pytest.param(size, dtype, "gpu", marks=GPU)
-        for size in (1, 7, 16, 48, 64, 80, 96, 112, 128, 192, 256)
-        for dtype in ("float16", "bfloat16", "float32")
-    ],
-)
-def test_head_sizes(run: Run, head_size: int, dtype: str, where: str) -> None:
+@GPU
+@pytest.mark.parametrize("where", ["gpu"])
+@pytest.mark.parametrize("head_size", [1, 7, 16, 48, 64, 80, 96, 112, 128, 192, 256])
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32"])
+def test_head_sizes(run: Run, where: str, head_size: int, dtype: str) -> None:
     close(run, make_case([33, 1], [150, 77], head_num=4, kv_head_num=2, head_size=head_size, dtype=dtype))
 
 

@@ -12,11 +12,11 @@ from typing import Any
 import numpy as np
 import pytest
 from cases import Case, assert_close, make_case, naming, same_bits, to_numpy
-from device_arrays import GpuArray
 from processes import ROOT, environment
 
 import numba_prefix as nbp
 from numba_prefix.arrays import Tensor
+from numba_prefix.cuda.array import GpuArray
 from numba_prefix.cuda.driver import LEGACY_STREAM, Driver, get_driver
 from numba_prefix.cuda.gpu import get_device
 
@@ -87,7 +87,7 @@ def test_runs_do_not_wait(driver: Driver) -> None:
     size, op, out = planned(case, nbp.Context(stream=stream))
     with current():
         driver.synchronize(LEGACY_STREAM)
-    workspace = GpuArray((size,), np.uint8)
+    workspace = GpuArray((size,), "uint8")
     for _ in range(200):
         op.run(workspace)
     op.run()
@@ -122,7 +122,7 @@ def test_graph(driver: Driver) -> None:
     size, op, out = planned(case, nbp.Context(stream=stream))
     op.run()
     op.check()
-    for workspace in (GpuArray((size,), np.uint8), None):
+    for workspace in (GpuArray((size,), "uint8"), None):
         with current():
             ok(api.cuStreamBeginCapture(api.CUstream(stream), api.CUstreamCaptureMode.CU_STREAM_CAPTURE_MODE_GLOBAL))
             op.run(workspace)
@@ -147,9 +147,9 @@ def test_cache_over_4_gib() -> None:
     places = np.linspace(0, num_blocks - 1, len(case.key)).astype(np.int32)
     caches = []
     for pages in (case.key, case.value):
-        cache = GpuArray((num_blocks, *pages.shape[1:]), np.float16)
+        cache = GpuArray((num_blocks, *pages.shape[1:]), "float16")
         for page, place in zip(pages, places, strict=True):
-            cache.set_bytes(page, int(place) * page_bytes)
+            cache.set(page, int(place) * page_bytes)
         caches.append(cache)
     is_used = (case.block_tables >= 0) & (case.block_tables < len(case.key))
     tables = np.where(is_used, places[np.where(is_used, case.block_tables, 0)], case.block_tables).astype(np.int32)

@@ -7,11 +7,10 @@ from typing import Any
 
 import numpy as np
 import pytest
-import standins
 from cases import MASK_FORMS, Case, assert_close, bits, make_case, naming, run, same_bits, with_mask
 from device_arrays import DeviceArray
+from fake_gpu import buffer, case_of, install, on_gpu, planned
 from ptx.device import FakeDriver, each_call
-from standins import on_gpu
 
 import numba_prefix as nbp
 from numba_prefix.arrays import Tensor
@@ -20,42 +19,6 @@ from numba_prefix.cuda import spec as c
 from numba_prefix.cuda.driver import LEGACY_STREAM, Driver
 from numba_prefix.cuda.kernels import is_aligned
 from numba_prefix.problem import static_problem
-
-# One sequence long enough for its keys to be split, an empty one, and one whose rows are not whole tiles.
-LENGTHS = ([5, 0, 33, 1], [21, 7, 150, 2100])
-
-
-@pytest.fixture
-def fake(monkeypatch: pytest.MonkeyPatch) -> FakeDriver:
-    return standins.install(monkeypatch)
-
-
-def nothing(*_: Any) -> None:
-    """For launches whose parameters alone are looked at."""
-
-
-def case_of(dtype: str = "float16", **changes: Any) -> Case:
-    sizes = {"head_num": 4, "kv_head_num": 2, "head_size": 32} | changes
-    return make_case(*LENGTHS, dtype=dtype, **sizes)
-
-
-def planned(
-    fake: FakeDriver, case: Case, context: nbp.Context | None = None, **changes: Any
-) -> tuple[int, nbp.Op, Any]:
-    a = on_gpu(fake, case) | changes
-    out = a.get("out") or DeviceArray(fake, np.full(case.query.shape, np.nan, case.query.dtype))
-    size, op = nbp.self_attention_prefix_encoder_get_workspace_size(
-        a["query"], a["key"], a["value"], a["block_tables"], a["mask"], a["seq_len"], a["kv_seq_len"], a["slopes"],
-        a["mask_type"], case.query.shape[1], case.key.shape[2], case.qk_scale, out, context,
-    )  # fmt: skip
-    return size, op, out
-
-
-def buffer(fake: FakeDriver, num_bytes: int, begin: int = 0) -> tuple[DeviceArray, np.ndarray]:
-    """A workspace that begins `begin` bytes after a multiple of 64, within what is returned too."""
-    whole = np.full(num_bytes + 256, 0xAB, np.uint8)
-    skip = -whole.ctypes.data % 64 + begin
-    return DeviceArray(fake, whole[skip : skip + num_bytes]), whole
 
 
 def test_the_fake_has_the_drivers_methods() -> None:
@@ -75,8 +38,13 @@ def test_both_targets_number_alike() -> None:
         assert (module.QK_SCALE, module.UNIT, module.UNIT_LOG2, module.Q_SIGN) == (0, 1, 2, 3)
 
 
-@pytest.mark.parametrize("form", MASK_FORMS)
-@pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32"])
+@pytest.mark.parametrize(
+    ("form", "dtype"),
+    [
+        *((form, "float16") for form in MASK_FORMS),
+        *((form, dtype) for form in ("causal", "alibi-template", "alibi-heads") for dtype in ("bfloat16", "float32")),
+    ],
+)
 def test_results(fake: FakeDriver, form: str, dtype: str) -> None:
     case = with_mask(case_of(dtype), form, mask_dtype=dtype)
     out, lse = nbp.prefix_encoder(**on_gpu(fake, case), return_lse=True)
@@ -88,7 +56,7 @@ def test_results(fake: FakeDriver, form: str, dtype: str) -> None:
 @pytest.mark.parametrize("cc", [(7, 5), (8, 0), (9, 0), (12, 0)])
 @pytest.mark.parametrize("dtype", ["float16", "float32"])
 def test_family(monkeypatch: pytest.MonkeyPatch, cc: tuple[int, int], dtype: str) -> None:
-    fake = standins.install(monkeypatch, cc=cc)
+    fake = install(monkeypatch, cc=cc)
     _, op, _ = planned(fake, case_of(dtype))
     op.run(buffer(fake, op.workspace_size)[0])
     family = "mma" if cc >= (8, 0) and dtype == "float16" else "fma"
@@ -139,15 +107,14 @@ CALL_NAMES = {name for name, value in vars(c).items() if name.isupper() and type
 }
 
 
-def test_strides_beyond_4_gib(monkeypatch: pytest.MonkeyPatch) -> None:
-    fake = standins.install(monkeypatch, execute=nothing)
+def test_strides_beyond_4_gib(idle: FakeDriver) -> None:
     case = case_of()
     far = tuple(
         Tensor(name, None, "dlpack", 1 << 40, "float16", case.key.shape, (3 << 31, 5 << 32, 64, 1), "cuda:0", False)
         for name in ("key", "value")
     )
-    planned(fake, case, key=far[0], value=far[1])[1].run()
-    call = fake.launches[0].call
+    planned(idle, case, key=far[0], value=far[1])[1].run()
+    call = idle.launches[0].call
     assert call[c.K] == 1 << 40
     assert (call[c.K_BLOCK], call[c.K_SLOT], call[c.K_HEAD]) == (3 << 32, 5 << 33, 128)
 
@@ -197,25 +164,25 @@ def test_is_aligned(head_size: int, begin: int, token: int, expected: bool) -> N
             assert not is_aligned(*static_problem(cache[:3, 0], key, value, arguments[3]))
 
 
-def test_slopes(fake: FakeDriver) -> None:
+def test_slopes(idle: FakeDriver) -> None:
     """In host memory: one copy for all layers. On the GPU: read there."""
     case = with_mask(case_of(), "alibi-generator")
-    _, op, _ = planned(fake, case)
+    _, op, _ = planned(idle, case)
     for _ in range(3):
         op.rebind(slopes=case.slopes.copy()).run()
-    assert len({launch.call[c.SLOPES] for launch in fake.launches}) == 1
-    copied = list(each_call(fake, "to_device"))
+    assert len({launch.call[c.SLOPES] for launch in idle.launches}) == 1
+    copied = list(each_call(idle, "to_device"))
     assert sorted(num_bytes for _, _, num_bytes, _ in copied)[0] == case.slopes.nbytes
     assert len(copied) == 2
-    there = DeviceArray(fake, case.slopes)
+    there = DeviceArray(idle, case.slopes)
     op.rebind(slopes=there).run()
-    assert fake.launches[-1].call[c.SLOPES] == case.slopes.ctypes.data
-    assert len(list(each_call(fake, "to_device"))) == 2
+    assert idle.launches[-1].call[c.SLOPES] == case.slopes.ctypes.data
+    assert len(list(each_call(idle, "to_device"))) == 2
 
 
 @pytest.mark.parametrize("begin", [0, 1, 63])
 def test_workspace(fake: FakeDriver, begin: int) -> None:
-    """Exact at any alignment, nothing around it touched, one byte less an error with both numbers."""
+    """Exact at any alignment around it touched, one byte less an error with both numbers."""
     case = case_of()
     size, op, out = planned(fake, case)
     assert size > 63
@@ -234,32 +201,32 @@ def test_workspace(fake: FakeDriver, begin: int) -> None:
         nbp.self_attention_prefix_encoder(None, size, op)
 
 
-def test_unfit_workspaces(fake: FakeDriver) -> None:
-    size, op, _ = planned(fake, case_of())
+def test_unfit_workspaces(idle: FakeDriver) -> None:
+    size, op, _ = planned(idle, case_of())
     locked = np.zeros(size, np.uint8)
     locked.flags.writeable = False
     for unfit, what in (
         (bytearray(size), "bytearray in CPU memory"),
         (np.zeros(size, np.uint8), "cpu"),
-        (DeviceArray(fake, locked, protocol="cuda"), "read-only"),
-        (DeviceArray(fake, np.zeros((size, 2), np.uint8)[:, :1]), "strides"),
+        (DeviceArray(idle, locked, protocol="cuda"), "read-only"),
+        (DeviceArray(idle, np.zeros((size, 2), np.uint8)[:, :1]), "strides"),
     ):
         with pytest.raises(ValueError, match=naming("workspace", what, "cuda:0")):
             op.run(unfit)
     with pytest.raises(TypeError, match="workspace"):
         op.run(object())
-    assert fake.launches == []
+    assert idle.launches == []
 
 
-def test_workspace_of_its_own(fake: FakeDriver) -> None:
+def test_workspace_of_its_own(idle: FakeDriver) -> None:
     """Without one, memory is taken and given back on the run's stream."""
-    size, op, _ = planned(fake, case_of(), nbp.Context(stream=77))
-    fake.log.clear()
+    size, op, _ = planned(idle, case_of(), nbp.Context(stream=77))
+    idle.log.clear()
     op.run()
-    assert fake.names("malloc", "launch", "free") == ["malloc", "launch", "launch", "free"]
-    ((ordinal, num_bytes, stream),) = each_call(fake, "malloc")
+    assert idle.names("malloc", "launch", "free") == ["malloc", "launch", "launch", "free"]
+    ((ordinal, num_bytes, stream),) = each_call(idle, "malloc")
     assert (ordinal, num_bytes, stream) == (0, size, 77)
-    assert [stream for _, _, stream in each_call(fake, "free")] == [77]
+    assert [stream for _, _, stream in each_call(idle, "free")] == [77]
 
 
 def test_no_splits(fake: FakeDriver) -> None:
@@ -278,23 +245,23 @@ def test_nothing_to_do(fake: FakeDriver, lengths: Any) -> None:
     assert fake.launches == []
 
 
-def test_a_run_only_launches(fake: FakeDriver) -> None:
-    size, op, _ = planned(fake, case_of(), nbp.Context(stream=5))
-    workspace, _ = buffer(fake, size)
+def test_a_run_only_launches(idle: FakeDriver) -> None:
+    size, op, _ = planned(idle, case_of(), nbp.Context(stream=5))
+    workspace, _ = buffer(idle, size)
     op.run(workspace)
-    fake.log.clear()
+    idle.log.clear()
     op.run(workspace)
-    assert fake.names() == ["current_context", "push", "launch", "launch", "pop"]
-    fake.push(1000)  # the device's own, as after any call of torch
-    fake.log.clear()
+    assert idle.names() == ["current_context", "push", "launch", "launch", "pop"]
+    idle.push(1000)  # the device's own, as after any call of torch
+    idle.log.clear()
     op.run(workspace)
-    assert fake.names() == ["current_context", "launch", "launch"]
+    assert idle.names() == ["current_context", "launch", "launch"]
 
 
-def test_too_many_tiles(fake: FakeDriver, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_too_many_tiles(idle: FakeDriver, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("numba_prefix.cuda.plan.MAX_GRID", 9)
     with pytest.raises(ValueError, match=naming("seq_len", "tiles", 9)):
-        planned(fake, case_of())
+        planned(idle, case_of())
 
 
 def test_strided_heads(fake: FakeDriver) -> None:
@@ -323,7 +290,7 @@ def test_interface_objects(fake: FakeDriver) -> None:
 
 
 def test_second_device(monkeypatch: pytest.MonkeyPatch) -> None:
-    fake = standins.install(monkeypatch, num_devices=2)
+    fake = install(monkeypatch, num_devices=2)
     case = make_case([5, 33], [21, 150], dtype="float16", head_size=32)
     given = on_gpu(fake, case, ordinal=1)
     fake.log.clear()
@@ -339,14 +306,25 @@ def test_second_device(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_targets_do_not_mix(fake: FakeDriver) -> None:
     case = case_of()
     with pytest.raises(ValueError, match=naming("query", "memory on cpu", "CUDA memory")):
-        run(case, "cuda")
+        nbp.prefix_encoder(**case.arguments(), target="cuda")
     for target in ("cpu", "reference"):
         with pytest.raises(ValueError, match=naming("query", "cuda:0", "CPU memory")):
             nbp.prefix_encoder(**on_gpu(fake, case), target=target)
     assert bits(nbp.prefix_encoder(**on_gpu(fake, case), target="cuda").array).size
 
 
-def test_streams_are_in_order(fake: FakeDriver) -> None:
+def test_streams_are_in_order(idle: FakeDriver) -> None:
     """LEGACY_STREAM is where arrays without a word about streams are ready, and where they are used."""
-    nbp.prefix_encoder(**on_gpu(fake, case_of()))
-    assert {launch.stream for launch in fake.launches} == {LEGACY_STREAM}
+    nbp.prefix_encoder(**on_gpu(idle, case_of()))
+    assert {launch.stream for launch in idle.launches} == {LEGACY_STREAM}
+
+
+def test_command_line(fake: FakeDriver, capsys: pytest.CaptureFixture[str]) -> None:
+    """Files and trials are in CPU memory: for this target they are copied to the GPU, and judged."""
+    from numba_prefix.cli.app import main
+
+    report = nbp.warmup("cuda", head_sizes=20, dtypes=["bfloat16", "float32"], mask_types=["causal", "alibi_sqrt"])
+    assert report["ok"] and len(report["checks"]) == 4
+    assert report["reason"] == "asked for; family mma, sm_80 (Test GPU 0)"
+    assert main(["run", "--target", "cuda"]) == 0
+    assert "within the error budget" in capsys.readouterr().out

@@ -19,7 +19,7 @@ from numba_prefix.errors import TargetUnavailableError
 from numba_prefix.front import Context, Op
 from numba_prefix.masks import MaskType, alibi_slopes
 from numba_prefix.reference import Budget
-from numba_prefix.trial import Inputs, flops
+from numba_prefix.trial import Inputs, flops, on_host
 from numba_prefix.warm import first_run
 
 MIN_RUNS, MAX_RUNS = 3, 50
@@ -44,7 +44,7 @@ def command(arguments: argparse.Namespace) -> int:
     with table.slow("computing the float64 oracle"):
         errors = inputs.judge(out, op.lse)
     if arguments.out is not None:
-        save(arguments.out, out, op.lse, arguments.force)
+        save(arguments.out, on_host(out), on_host(op.lse), arguments.force)
     report = _report(loaded, inputs, op, kernels, first_seconds, times, errors)
     report |= {"remarks": remarks, "written": arguments.out}
     if arguments.json:
@@ -56,11 +56,12 @@ def command(arguments: argparse.Namespace) -> int:
 
 def time_runs(op: Op) -> list[float]:
     """Seconds of some further runs."""
-    workspace = np.empty(op.workspace_size, np.uint8)
+    workspace = None if op.target == "cuda" else np.empty(op.workspace_size, np.uint8)
     times: list[float] = []
     while len(times) < MIN_RUNS or (sum(times) < ENOUGH_SECONDS and len(times) < MAX_RUNS):
         began = time.perf_counter()
         op.run(workspace)
+        op.check()
         times.append(time.perf_counter() - began)
         if sum(times) > MOST_SECONDS:
             break

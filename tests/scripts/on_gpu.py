@@ -10,9 +10,9 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import numpy as np
 import pytest
 from cases import assert_close, make_case
-from device_arrays import GpuArray
 
 import numba_prefix as nbp
+from numba_prefix.cuda.array import GpuArray
 
 for dtype in ("float16", "bfloat16", "float32"):
     for head_size in (64, 20):
