@@ -154,9 +154,12 @@ def assembler() -> str | None:
 @pytest.mark.parametrize("kind", ["arithmetic", "spilled", "local"])
 def test_the_cubin_is_the_ptx(kind: str, cc: tuple[int, int], tmp_path: Path) -> None:
     """What tests read and run as PTX is what GPUs get: ptxas makes the same machine code and the same resources of it."""
-    found = compiled(kind, cc)
+    found, ptxas = compiled(kind, cc), str(assembler())
+    (release,) = re.findall(r"V\d+\.\d+\.\d+", found.ptx)
+    if release not in subprocess.run([ptxas, "--version"], capture_output=True, text=True, check=True).stdout:
+        pytest.skip(f"ptxas is not {release}")
     (tmp_path / "kernel.ptx").write_text(found.ptx)
-    command = [assembler(), "-v", "-arch", f"sm_{cc[0]}{cc[1]}", "kernel.ptx", "-o", "kernel.cubin"]
+    command = [ptxas, "-v", "-arch", f"sm_{cc[0]}{cc[1]}", "kernel.ptx", "-o", "kernel.cubin"]
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=True)
     ours, theirs = sections(found.cubin), sections((tmp_path / "kernel.cubin").read_bytes())
     code = f".text.{found.name}"
@@ -236,6 +239,19 @@ def test_with_half_of_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:
     compile.toolchain.cache_clear()
     monkeypatch.setattr(compile, "_is_loadable", lambda library: library != "nvJitLink")
     with pytest.raises(TargetUnavailableError, match=r"install numba_prefix\[cuda\] \(missing: nvidia-nvjitlink\)"):
+        compiled("scaled")
+    monkeypatch.undo()
+    assert compiled("scaled").cubin
+
+
+@needs_compiler
+def test_with_a_linker_that_is_too_old(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Old(compile.toolchain().Linker):
+        def link(self, output: str) -> None:
+            raise RuntimeError("ERROR_OUTDATED_LIBRARY (14)\nnvJitLink error log: ERROR 4")
+
+    monkeypatch.setattr(compile.toolchain(), "Linker", Old)
+    with pytest.raises(TargetUnavailableError, match=r"\(nvidia-nvjitlink is older than nvidia-nvvm\)$"):
         compiled("scaled")
     monkeypatch.undo()
     assert compiled("scaled").cubin

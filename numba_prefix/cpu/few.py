@@ -26,13 +26,12 @@ from numba_prefix.cpu.memory import (
     load_f32,
     load_i32,
     load_i64,
-    prefetch,
     splat_f32,
     splat_i32,
     store1_i32,
     store_f32,
 )
-from numba_prefix.cpu.rows import item_bytes, list_rows, load_any, load_query, narrow_row
+from numba_prefix.cpu.rows import item_bytes, list_rows, load_any, load_query, narrow_row, prefetch_rows
 from numba_prefix.cpu.scores import gather_entries, score_column, weigh_column
 from numba_prefix.cpu.state import lse_of_column, out_address, partial_address, set_lane, store_lse
 from numba_prefix.cpu.vector import COLUMN_ROW
@@ -65,14 +64,6 @@ def fold_sum(lanes: Any, fold_rows: Any) -> Any:
         lanes = lanes + fold_lanes(lanes, 2)
         lanes = lanes + fold_lanes(lanes, 1)
     return lanes
-
-
-@inline
-def prefetch_rows(rows: Any, count: Any, row_bytes: Any) -> None:
-    for j in range(count):
-        row = load1_i64(rows + 8 * j)
-        for offset in range(0, row_bytes, 64):
-            prefetch(row + offset)
 
 
 @part

@@ -26,7 +26,7 @@ from numba_prefix.cpu.memory import (
     store_f32,
     transpose_block,
 )
-from numba_prefix.cpu.rows import has_special, load_pages, load_query, narrow_row
+from numba_prefix.cpu.rows import has_special, item_bytes, list_rows, load_pages, load_query, narrow_row, prefetch_rows
 from numba_prefix.cpu.scores import gather_entries, score_column, weigh_column
 from numba_prefix.cpu.state import lse_of_column, out_address, partial_address, set_lane, store_lse
 from numba_prefix.cpu.vector import (
@@ -172,6 +172,18 @@ def is_edge_strip(call: Any, column: Any, last_key: Any, scratch: Any) -> Any:
 
 
 @part
+def list_next(
+    call: Any, sequence: Any, runs: Any, kv_idx: Any, n_end: Any, table: Any, k: Any, v: Any, scratch: Any
+) -> Any:
+    """Lists the rows of the block of keys that begins at kv_idx; returns how many they are."""
+    run = tiling.run_of_key(runs, sequence, kv_idx)
+    kv_pos, num_keys = tiling.kv_pos_of_key(runs, run, kv_idx), tiling.keys_in_block(runs, run, kv_idx, n_end)
+    list_rows(call, k, call[c.K_BLOCK], call[c.K_SLOT], table, kv_pos, num_keys, scratch + call[c.KEY_LIST])
+    list_rows(call, v, call[c.V_BLOCK], call[c.V_SLOT], table, kv_pos, num_keys, scratch + call[c.VALUE_LIST])
+    return num_keys
+
+
+@part
 def attend_keys(
     call: Any,
     factors: Any,
@@ -184,7 +196,8 @@ def attend_keys(
     v: Any,
     scratch: Any,
 ) -> None:
-    """All columns of a tile against the keys of one work item."""
+    """All columns of a tile against the keys of one work item; meanwhile the next block's rows come into the cache."""
+    row_bytes = call[c.HEAD_SIZE] * item_bytes(call[c.DTYPE])
     kv_idx, n_end = entry[tiling.N_BEGIN], entry[tiling.N_END]
     while kv_idx < n_end:
         run = tiling.run_of_key(runs, sequence, kv_idx)
@@ -196,8 +209,13 @@ def attend_keys(
         special = False
         if is_edge_strip(call, 0, kv_pos + num_keys - 1, scratch):
             special = has_special(scratch + call[c.V_ROWS], call[c.PITCH], num_keys, call[c.HEAD_SIZE])
+        num_next = list_next(call, sequence, runs, kv_idx, n_end, table, k, v, scratch)
         for column in range(0, columns, NV):
             width = min(NV, columns - column)
+            first = num_next * column // columns
+            count = num_next * (column + width) // columns - first
+            prefetch_rows(scratch + call[c.KEY_LIST] + 8 * first, count, row_bytes)
+            prefetch_rows(scratch + call[c.VALUE_LIST] + 8 * first, count, row_bytes)
             seen = min(num_keys, last_of_lane(call, (column + width) * 16 - 1, scratch) + 1 - kv_pos)
             if seen > 0:
                 attend_strip(call, factors, column, width, kv_pos, seen, special, scratch)

@@ -254,15 +254,13 @@ EXP2_MAGIC = 12582912.0 + 127.0
 
 def _lower_exp2(context: Any, builder: Any, sig: Any, args: Any) -> Any:
     (x,) = args
-    low = constant(f32x16, -126.0)
-    underflows = builder.fcmp_ordered("<", x, low)
-    clamped = builder.select(underflows, low, x)
+    underflows = builder.fcmp_ordered("<", x, constant(f32x16, -126.0))
+    clamped = builder.select(underflows, constant(f32x16, -127.0), x)  # whose power below is exactly 0
     shifted = builder.fadd(clamped, constant(f32x16, EXP2_MAGIC))
     fraction = builder.fsub(clamped, builder.fsub(shifted, constant(f32x16, EXP2_MAGIC)))
     power = builder.shl(builder.bitcast(shifted, i32x16.llvm), constant(i32x16, 23))
     # A product, not an integer addition to the exponent: a NaN stays NaN whatever its payload.
-    value = builder.fmul(polynomial(builder, fraction, EXP2_COEFFICIENTS), builder.bitcast(power, f32x16.llvm))
-    return builder.select(underflows, constant(f32x16, 0.0), value)
+    return builder.fmul(polynomial(builder, fraction, EXP2_COEFFICIENTS), builder.bitcast(power, f32x16.llvm))
 
 
 # log2(1 + f) / f on [sqrt(1/2) - 1, sqrt(2) - 1], fitted like the above: relative error 2e-8.

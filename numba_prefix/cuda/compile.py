@@ -135,6 +135,10 @@ def _link(code: bytes, cc: tuple[int, int], output: str) -> tuple[bytes, str]:
     linker = tools.Linker(tools.ObjectCode.from_ltoir(code), options=options)
     try:
         return bytes(linker.link(output).code), linker.get_info_log()
+    except Exception as error:
+        if "OUTDATED_LIBRARY" in str(error):
+            raise _unavailable("nvidia-nvjitlink is older than nvidia-nvvm") from error
+        raise
     finally:
         linker.close()
 

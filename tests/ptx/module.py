@@ -24,7 +24,7 @@ LANES = 1024
 # Shapes whose bound instructions are kept, of each kernel: registers are large.
 _MACHINES = 4
 # Bytes of shared memory that a block may use, by target; others are held to the largest.
-_SHARED_LIMITS = {"sm_75": 64, "sm_80": 163, "sm_86": 99, "sm_87": 163, "sm_89": 99, "sm_120": 99}
+_SHARED_LIMITS = {"sm_75": 64, "sm_80": 163, "sm_86": 99, "sm_87": 163, "sm_89": 99, "sm_120": 99, "sm_121": 99}
 
 
 @dataclass
@@ -179,16 +179,17 @@ class Module:
         shared_bytes: int = 0,
         arguments: Sequence[Any] = (),
         memory: Memory | None = None,
-        is_strict: bool = False,
+        is_strict: bool = True,
         may_end_in_flight: bool = False,
-        max_steps: int = 2_000_000,
+        max_steps: int = 500_000,
         lanes: int = LANES,
     ) -> Statistics:
         """Runs a launch and tells what it did. Faults are raised.
 
         grid, block   numbers of blocks and threads: x, or (x, y, z)
         arguments     integers and floats, in the order of the parameters; bytes for parameters that are arrays
-        is_strict     only bar.warp.sync orders shared memory inside a warp, not shuffles, votes, ldmatrix and mma
+        is_strict     only bar.warp.sync orders shared memory inside a warp; else shuffles, votes, ldmatrix and mma do too, which
+                      the PTX manual doesn't promise
         max_steps     basic blocks after which a launch counts as endless
         lanes         threads that run together at most (at least one block's): results don't depend on it
         """

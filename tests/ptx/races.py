@@ -2,7 +2,7 @@
 
 Time counts synchronisations of the whole machine. `clock[warp, other]` is the time up to which what the warp `other` (of the
 same block) did is ordered before what `warp` does now; for a warp itself it is the time of its last warp-wide
-synchronisation, which orders its lanes. An access is in order if its predecessors' times are not later than that, or if
+synchronisation, which orders its lanes (one of a part of a warp orders nothing). An access is in order if its predecessors' times are not later than that, or if
 the same thread made them. Bytes are tracked in granules as large as the kernel's smallest access to shared memory.
 """
 

@@ -139,6 +139,14 @@ def test_barrier_reductions() -> None:
     assert on_lanes(test + "bar.red.and.pred %p2, 0, !%p1; selp.u32 %r5, 1, 0, %p2;", values, 96).tolist() == [0] * 96
 
 
+def test_blocks_of_no_whole_warps() -> None:
+    code = "setp.gt.u32 %p1, %r1, 2; bar.red.popc.u32 %r2, 0, %p1; vote.sync.ballot.b32 %r3, %p1, -1; mad.lo.u32 %r5, %r2, 1000, %r3;"
+    values = RNG.integers(0, 5, 40)
+    bits = [sum(1 << i for i in range(32) if w * 32 + i < 40 and values[w * 32 + i] > 2) for w in range(2)]
+    expected = [((values > 2).sum() * 1000 + bits[i // 32]) % 2**32 for i in range(40)]
+    assert on_lanes(code, values, 40).tolist() == expected
+
+
 def test_special_registers() -> None:
     body = """
         mov.u32 %r1, %tid.y; mov.u32 %r2, %ctaid.x; mov.u32 %r3, %ctaid.y; mov.u32 %r4, %nctaid.x; mov.u32 %r5, %ntid.x;
