@@ -262,6 +262,15 @@ def test_edge_validate_shape(target: str) -> None:
         run(case, target, validate="shape", kv_seq_len=[2, 37])
 
 
+def test_edge_validate_wait(target: str) -> None:
+    """Where a run is over when it returns, "wait" is "full"."""
+    case = make_case([2], [37], dtype="float16")
+    same_bits(run(case, target, validate="wait"), run(case, target))
+    case.block_tables[0, 1] = len(case.key)
+    with pytest.raises(ValueError, match=naming("block_tables", len(case.key), "sequence 0", "column 1")):
+        run(case, target, validate="wait")
+
+
 def test_edge_gradient(target: str) -> None:
     """Tensors that ask for a gradient are refused while gradients are on: there is none."""
     torch = pytest.importorskip("torch")
