@@ -128,7 +128,7 @@ class Op:
         )  # fmt: skip
         if replace(problem, num_blocks=0) != replace(self.problem, num_blocks=0) or operands.q.device != old.q.device:
             raise ValueError(f"rebind: got {problem}, expected what was planned: {self.problem}")
-        if block_tables is not None or problem.num_blocks < self.problem.num_blocks:
+        if block_tables is not None or problem.num_blocks < self.problem.num_blocks or self.target == "cuda":
             self._runner.check_tables(problem, operands)
         self.problem, self._operands = problem, operands
         self._bind()

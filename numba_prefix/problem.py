@@ -43,6 +43,7 @@ __all__ = [
     "check_block_ids",
     "check_held_blocks",
     "check_lengths",
+    "has_unit_stride",
     "static_problem",
     "unit_stride",
 ]
@@ -172,12 +173,16 @@ def static_problem(
     return problem, operands
 
 
+def has_unit_stride(t: Tensor) -> bool:
+    return t.strides[-1] == 1 or t.shape[-1] == 1 or 0 in t.shape
+
+
 def unit_stride(t: Tensor) -> Tensor:
     """`t` itself if its last axis is dense, else described anew over a dense private copy of its present values.
 
     Raises ValueError for memory on a GPU that belongs to neither torch nor an object with `copy(order="C")`.
     """
-    if t.strides[-1] == 1 or t.shape[-1] == 1 or 0 in t.shape:
+    if has_unit_stride(t):
         return t
     if t.device == "cpu":
         copy: Any = np.ascontiguousarray(bits(t))

@@ -14,7 +14,7 @@ from numba_prefix.arrays import Tensor, as_numpy, bits, describe, empty_like
 from numba_prefix.cpu import threads
 from numba_prefix.held import part_shift
 from numba_prefix.lengths import check_block_ids
-from numba_prefix.problem import Operands, Problem, unit_stride
+from numba_prefix.problem import Operands, Problem, has_unit_stride, unit_stride
 from numba_prefix.uninterrupted import cpu_target, cuda_target
 
 Lengths = tuple[NDArray[np.int64], NDArray[np.int64]]
@@ -74,7 +74,7 @@ class CpuRunner(_HostRunner):
         """The kernel's arguments, ready for any number of runs; arrays of which dense copies have to be made at every run are
         bound then."""
         call, out = None, operands.out
-        if out is not None and dense_operands(operands) is operands and unit_stride(out) is out:
+        if out is not None and are_dense(operands):
             call = self._cpu.bind(self._plan, operands, out, _address(lse))
         self._bound = operands, lse, call
 
@@ -152,7 +152,7 @@ class CudaRunner:
 
     def check_tables(self, problem: Problem, operands: Operands) -> None:
         """Block ids are checked by the kernel that follows them: what it has found so far."""
-        self._cuda.look(self._plan)
+        self._plan.look()
 
     def allocate(self, q: Tensor, shape: tuple[int, ...], dtype: str) -> Any:
         with self._cuda.streams.scope(self._stream(None, q), q):
@@ -160,7 +160,7 @@ class CudaRunner:
 
     def bind(self, problem: Problem, operands: Operands, lse: Any) -> None:
         call, out = None, operands.out
-        if out is not None and dense_operands(operands) is operands and unit_stride(out) is out:
+        if out is not None and are_dense(operands):
             call = self._bind(problem, operands, out, lse, self._stream(None, operands.q), (operands, lse))
         self._bound = problem, operands, lse, call
 
@@ -201,11 +201,13 @@ RUNNERS: dict[str, type[CpuRunner] | type[CudaRunner] | type[ReferenceRunner]] =
 }
 
 
+def are_dense(o: Operands) -> bool:
+    """Whether no copies are needed: unit_stride would give back what it gets."""
+    return all(has_unit_stride(t) for t in (o.q, o.k_cache, o.v_cache, o.slopes, o.out) if t is not None)
+
+
 def dense_operands(o: Operands) -> Operands:
-    """The same where all last axes are dense, else with dense copies."""
-    given = (o.q, o.k_cache, o.v_cache, o.slopes)
-    if all(t is None or t.shape[-1] == 1 or t.strides[-1] == 1 for t in given):
-        return o
+    """With dense copies of inputs whose last axis is strided."""
     slopes = unit_stride(o.slopes) if o.slopes is not None else None
     return replace(o, q=unit_stride(o.q), k_cache=unit_stride(o.k_cache), v_cache=unit_stride(o.v_cache), slopes=slopes)
 

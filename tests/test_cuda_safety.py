@@ -6,6 +6,7 @@ import builtins
 import ctypes
 import gc
 import os
+import sys
 import threading
 from types import SimpleNamespace
 from typing import Any
@@ -101,6 +102,15 @@ def test_torch_streams(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(torch.cuda, "current_stream", lambda device, current=current: current)
         assert streams.stream_for(None, tensor) == expected
         assert streams.stream_for(5, tensor) == 5
+
+
+def test_cupy_streams(monkeypatch: pytest.MonkeyPatch) -> None:
+    owner = type("ndarray", (), {"__module__": "cupy._core.core"})()
+    query = streams.Tensor("query", owner, "dlpack", 64, "float16", (1,), (1,), "cuda:0", True)
+    for handle, expected in ((0, LEGACY_STREAM), (1234, 1234)):
+        current = SimpleNamespace(get_current_stream=lambda handle=handle: SimpleNamespace(ptr=handle))
+        monkeypatch.setitem(sys.modules, "cupy", SimpleNamespace(cuda=current))
+        assert streams.stream_for(None, query) == expected
 
 
 # --- contexts, threads, captures -------------------------------------------------------------------------------------
@@ -281,7 +291,7 @@ def test_forked_child(fake: FakeDriver, monkeypatch: pytest.MonkeyPatch) -> None
     nbp.prefix_encoder(**on_gpu(fake, case))
     fake.log.clear()
     monkeypatch.setattr(os, "getpid", lambda: fake.pid + 1)
-    for call in (get_driver, op.run, op.check, lambda: nbp.prefix_encoder(**on_gpu(fake, case))):
+    for call in (get_driver, op.run, op.check, op.rebind, lambda: nbp.prefix_encoder(**on_gpu(fake, case))):
         with pytest.raises(nbp.TargetUnavailableError, match=naming("forked", "spawn")):
             call()
     del op

@@ -208,9 +208,14 @@ keep_over_forks(_lock)
 def get_driver() -> Driver:
     """The driver of this process, loaded at the first call. Raises TargetUnavailableError where there is none that works."""
     driver = _driver or _load()
+    check_process(driver)
+    return driver
+
+
+def check_process(driver: Driver) -> None:
+    """Raise TargetUnavailableError in a process that was forked since the driver was loaded."""
     if driver.pid != os.getpid():
         raise TargetUnavailableError(_FORKED)
-    return driver
 
 
 def _load() -> Driver:

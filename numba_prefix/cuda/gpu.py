@@ -17,7 +17,7 @@ from typing import Any, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
-from numba_prefix.cuda.driver import Driver, DriverError, get_driver
+from numba_prefix.cuda.driver import Driver, DriverError, check_process, get_driver
 from numba_prefix.errors import TargetUnavailableError
 from numba_prefix.uninterrupted import keep_over_forks
 
@@ -126,7 +126,9 @@ class Device:
 
     def current(self, *, may_capture: bool = False) -> _Entered:
         """For a `with`. may_capture: the calling thread may allocate and wait although it, or another thread, captures a
-        CUDA graph: nothing that is done within touches a stream that is being captured."""
+        CUDA graph: nothing that is done within touches a stream that is being captured. Raises TargetUnavailableError in a
+        forked child."""
+        check_process(self.driver)
         return _Entered(self.driver, self._context, may_capture)
 
     def is_capturing(self, stream: int) -> bool:

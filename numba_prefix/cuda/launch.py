@@ -158,11 +158,10 @@ def run(plan: CudaPlan, bound: Bound, workspace: Any, stream: int, owner: Any = 
     workspace: device memory of at least bound.workspace_bytes, as an array of any library; None: some is taken for the run.
     Raises ValueError for a bad block id that an earlier run has met.
     """
-    get_driver()  # refuses in a forked child
     device = plan.device
     address = _workspace_address(workspace, bound.workspace_bytes, bound.operands.q.device)
+    plan.look()
     with device.current():
-        plan.look()
         if stream not in bound.streams:
             _prepare(plan, bound, stream, owner)
         if bound.workspace_bytes and workspace is None:
@@ -173,9 +172,8 @@ def run(plan: CudaPlan, bound: Bound, workspace: Any, stream: int, owner: Any = 
                 device.driver.free(device.ordinal, address, stream)
         else:
             _launch_all(device, bound, address, stream)
-        if plan.validate == "wait":
-            device.driver.synchronize(stream)
-            plan.look()
+    if plan.validate == "wait":
+        check(plan)
 
 
 def _launch_all(device: Device, bound: Bound, workspace: int, stream: int) -> None:
@@ -198,7 +196,7 @@ def _prepare(plan: CudaPlan, bound: Bound, stream: int, owner: Any) -> None:
         for t in bound.copies:
             streams.record_use(t, stream)
     plan.loan.use(stream, owner)
-    plan.watch(bound.problem, bound.operands.block_tables, stream)
+    plan.watch(bound.problem, bound.operands.block_tables)
     bound.streams.add(stream)
 
 
@@ -242,20 +240,12 @@ def refuse_capture(stream: int, q: Tensor) -> None:
             )
 
 
-def look(plan: CudaPlan) -> None:
-    """Raise ValueError for a bad block id that a run has met so far."""
-    if plan.loan.flag.is_set:
-        with plan.device.current():
-            plan.look()
-
-
 def check(plan: CudaPlan) -> None:
     """Wait for all runs; raise ValueError for a bad block id that one has met."""
-    get_driver()
-    with plan.device.current():
+    with plan.device.current(may_capture=True):
         for stream in plan.loan.streams:
             plan.device.driver.synchronize(stream)
-        plan.look()
+    plan.look()
 
 
 class _Pending(threading.local):
@@ -274,7 +264,7 @@ def leave_pending(plan: CudaPlan, stream: int) -> None:
     if plan.validate != "full" or plan.is_empty:
         return
     device = plan.device
-    with device.current():
+    with device.current(may_capture=True):
         event = device.driver.create_event()
         device.driver.record(event, stream)
         _pending.calls.append((plan, event))
@@ -293,10 +283,10 @@ def look_at_pending() -> None:
                 _pending.calls.append((plan, event))
                 continue
             driver.destroy_event(event)
-            try:
-                plan.look()
-            except ValueError as error:
-                errors.append(error)
+        try:
+            plan.look()
+        except ValueError as error:
+            errors.append(error)
     if errors:
         raise ValueError(f"{errors[0]} (in an earlier call of this thread)")
 

@@ -42,7 +42,6 @@ class Watched:
 
     problem: Problem
     table: Tensor
-    stream: int
 
 
 class CudaPlan:
@@ -106,13 +105,12 @@ class CudaPlan:
             address = self._slopes[values.tobytes()] = self.loan.upload(values)
         return address
 
-    def watch(self, problem: Problem, table: Tensor, stream: int) -> None:
+    def watch(self, problem: Problem, table: Tensor) -> None:
         """Runs with this table are about to be launched."""
-        self._watched.append(Watched(problem, table, stream))
+        self._watched.append(Watched(problem, table))
 
     def look(self) -> None:
-        """Raise the error of a bad block id that a kernel has met so far; waits for nothing if none has. The device's context
-        is current."""
+        """Raise the error of a bad block id that a kernel has met so far; asks the GPU for nothing if none has."""
         flag = self.loan.flag
         if self.validate != "shape" and flag.is_set:
             flag.clear()
@@ -120,7 +118,7 @@ class CudaPlan:
 
     def _bad_block_error(self) -> ValueError:
         for watched in reversed(list(self._watched)):
-            table = self._on_host(watched)
+            table = self._on_host(watched.table)
             try:
                 check_block_ids(watched.problem, table, *self._lengths, self._held_blocks)
             except ValueError as error:
@@ -131,14 +129,15 @@ class CudaPlan:
             f"expected 0 to {num_blocks - 1}"
         )
 
-    def _on_host(self, watched: Watched) -> Tensor:
-        """A table as it is after what came on its stream, which is waited for."""
-        t, driver = watched.table, self.device.driver
+    def _on_host(self, t: Tensor) -> Tensor:
+        """A copy of a table as it is now."""
+        driver, stream = self.device.driver, self.device.stream
         first, end = span(t.shape, t.strides)
         item = ITEM_BYTES[t.dtype]
         memory = np.empty(end - first, t.dtype)
-        driver.to_host(memory.ctypes.data, t.address + first * item, memory.nbytes, watched.stream)
-        driver.synchronize(watched.stream)
+        with self.device.current(may_capture=True):
+            driver.to_host(memory.ctypes.data, t.address + first * item, memory.nbytes, stream)
+            driver.synchronize(stream)
         view = np.lib.stride_tricks.as_strided(memory[-first:], t.shape, [stride * item for stride in t.strides])
         copy = np.ascontiguousarray(view)
         strides = contiguous_strides(t.shape)
