@@ -19,7 +19,6 @@ from ptx.device import Launched
 from numba_prefix.cuda.spec import KernelSpec
 
 NAMES = [f"{major}.{minor}" for major, minor in CCS]
-TENSOR_CORES = [cc for cc in CCS if cc >= (8, 0)]
 RAGGED = ([5, 0, 33, 1], [21, 7, 150, 70])
 
 
@@ -34,7 +33,8 @@ def check(case: Case, cc: tuple[int, int], **options: Any) -> None:
 
 # Compiling takes most of the time: all kinds once, for others those that differ in more than a bias; and one dtype a head size.
 SOME_FORMS = ("none", "causal", "alibi_sqrt-generator", "alibi_left_align-template", "alibi-heads")
-KINDS = [((8, 0), form) for form in MASK_FORMS] + [(cc, form) for cc in CCS if cc != (8, 0) for form in SOME_FORMS]
+KINDS = [((8, 0), form) for form in MASK_FORMS] + [((7, 5), form) for form in SOME_FORMS]
+KINDS += [((9, 0), form) for form in SOME_FORMS[1::2]] + [((12, 0), form) for form in SOME_FORMS[::2]]
 
 
 @pytest.mark.parametrize(
@@ -66,7 +66,10 @@ FMA_SIZES = [("float32", 80), ("bfloat16", 128), ("float32", 256)]
 
 @pytest.mark.parametrize(
     "cc, dtype, head_size",
-    [(cc, *size) for cc in TENSOR_CORES for size in SIZES] + [((7, 5), *size) for size in FMA_SIZES],
+    [((8, 0), *size) for size in SIZES]
+    + [((9, 0), *size) for size in SIZES[1::2]]
+    + [((12, 0), *size) for size in SIZES[::2]]
+    + [((7, 5), *size) for size in FMA_SIZES],
 )
 def test_head_sizes(cc: tuple[int, int], dtype: str, head_size: int) -> None:
     check(make_case([35, 1], [70, 3], head_num=2, kv_head_num=1, head_size=head_size, dtype=dtype), cc)

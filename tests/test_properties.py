@@ -24,7 +24,7 @@ from cases import (
     select,
     with_mask,
 )
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 GROUPS = (1, 1, 2, 3, 4, 7, 8, 16)
@@ -85,6 +85,8 @@ def test_target_against_the_oracle(kernel: str, case: Case) -> None:
     check(case, kernel)
 
 
+# The oracle and brute force take half a second an example: a third as many as for kernels.
+@settings(max_examples=max(10, settings().max_examples // 3))
 @given(case=problems(most=3))
 def test_oracle_against_brute_force(case: Case) -> None:
     """Float64 against float64."""

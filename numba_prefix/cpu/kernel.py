@@ -177,7 +177,8 @@ def list_next(
 ) -> Any:
     """Lists the rows of the block of keys that begins at kv_idx; returns how many they are."""
     run = tiling.run_of_key(runs, sequence, kv_idx)
-    kv_pos, num_keys = tiling.kv_pos_of_key(runs, run, kv_idx), tiling.keys_in_block(runs, run, kv_idx, n_end)
+    kv_pos = tiling.kv_pos_of_key(runs, run, kv_idx)
+    num_keys = tiling.keys_in_block(runs, run, kv_idx, n_end, BLOCK_N)
     list_rows(call, k, call[c.K_BLOCK], call[c.K_SLOT], table, kv_pos, num_keys, scratch + call[c.KEY_LIST])
     list_rows(call, v, call[c.V_BLOCK], call[c.V_SLOT], table, kv_pos, num_keys, scratch + call[c.VALUE_LIST])
     return num_keys

@@ -30,7 +30,6 @@ from numba_prefix.cuda.tile import (
     token_and_head,
 )
 from numba_prefix.cuda.views import int64_table
-from numba_prefix.softmax import F32_NEG_INF
 from numba_prefix.tiling import (
     KV_LEN,
     M_BLOCK,
@@ -46,6 +45,7 @@ from numba_prefix.tiling import (
     SPLIT_IDX,
     WORK_COLUMNS,
 )
+from numba_prefix.vocabulary import F32_NEG_INF
 
 WARPS = 4
 THREADS = 32 * WARPS
@@ -182,8 +182,8 @@ def make(spec: c.KernelSpec) -> c.Source:
                     for i in range(ROWS):
                         is_hidden = w[4 * i + k] < ZERO
                         for e in range(4):
-                            at = 4 * (DIM_GROUPS * i + g) + e
-                            acc[at] = rules.where(is_hidden, acc[at], acc[at] + w[4 * i + k] * v[e])
+                            d = 4 * (DIM_GROUPS * i + g) + e
+                            acc[d] = rules.where(is_hidden, acc[d], acc[d] + w[4 * i + k] * v[e])
 
     @inline
     def store_state(call: Any, acc: Any, address: Any, rows: Any, row: Any, m_i: Any, l_i: Any, i: Any) -> None:
@@ -225,8 +225,16 @@ def make(spec: c.KernelSpec) -> c.Source:
 
     def kernel(call: Any, factors: Any) -> None:
         s, acc = cuda.local.array(S_SIZE, float32), cuda.local.array(ACC_SIZE, float32)
-        m_i, l_i, slope = cuda.local.array(ROWS, float32), cuda.local.array(ROWS, float32), cuda.local.array(ROWS, float32)
-        q_pos, origin, last = cuda.local.array(ROWS, int32), cuda.local.array(ROWS, int32), cuda.local.array(ROWS, int32)
+        m_i, l_i, slope = (
+            cuda.local.array(ROWS, float32),
+            cuda.local.array(ROWS, float32),
+            cuda.local.array(ROWS, float32),
+        )
+        q_pos, origin, last = (
+            cuda.local.array(ROWS, int32),
+            cuda.local.array(ROWS, int32),
+            cuda.local.array(ROWS, int32),
+        )
         limit, mask_base = cuda.local.array(ROWS, int32), cuda.local.array(ROWS, int64)
         lane, warp, base = np.int32(cuda.threadIdx.x & 31), np.int32(cuda.threadIdx.x >> 5), ptx.shared_base()
         entry = int64_table(call[c.WORK], WORK_COLUMNS)[np.uint32(cuda.blockIdx.x) // np.uint32(call[c.KV_HEAD_NUM])]

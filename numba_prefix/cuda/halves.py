@@ -11,6 +11,7 @@ from numba_prefix.cuda import ptx
 from numba_prefix.cuda.device import inline
 from numba_prefix.cuda.tile import f32_of_bf16
 
+
 @dataclass(frozen=True, slots=True)
 class Halves:
     """What a 16-bit float type's kernels are made with: device functions over pairs, the lower half first."""

@@ -19,7 +19,6 @@ from numba_prefix.cuda.tile import (
     token_and_head,
 )
 from numba_prefix.cuda.views import int64_table
-from numba_prefix.softmax import F32_NEG_INF
 from numba_prefix.tiling import (
     KV_LEN,
     M_BLOCK,
@@ -32,6 +31,7 @@ from numba_prefix.tiling import (
     SEQUENCE_COLUMNS,
     WORK_COLUMNS,
 )
+from numba_prefix.vocabulary import F32_NEG_INF
 
 WARPS = 4
 THREADS = 32 * WARPS

@@ -14,8 +14,8 @@ from numba import cuda, float32, int32, int64
 
 from numba_prefix.cuda import ptx, rules
 from numba_prefix.cuda import spec as c
-from numba_prefix.cuda.halves import halves_of
 from numba_prefix.cuda.device import inline
+from numba_prefix.cuda.halves import halves_of
 from numba_prefix.cuda.tile import (
     ITEM_BYTES,
     STORES,
@@ -29,7 +29,6 @@ from numba_prefix.cuda.tile import (
     token_and_head,
 )
 from numba_prefix.cuda.views import int64_table
-from numba_prefix.softmax import F32_NEG_INF
 from numba_prefix.tiling import (
     KV_LEN,
     M_BLOCK,
@@ -45,6 +44,7 @@ from numba_prefix.tiling import (
     SPLIT_IDX,
     WORK_COLUMNS,
 )
+from numba_prefix.vocabulary import F32_NEG_INF
 
 WARPS = 4
 THREADS = 32 * WARPS
@@ -150,9 +150,7 @@ def make(spec: c.KernelSpec) -> c.Source:
                 at = np.int32(base + K_TILE + 16 * j * ROW_BYTES + place(key, np.int32(2 * k + half)))
                 b0, b1, b2, b3 = ptx.load_matrices(at)
                 e = 8 * j
-                s[e], s[e + 1], s[e + 2], s[e + 3] = mma(
-                    a0, a1, a2, a3, b0, b1, s[e], s[e + 1], s[e + 2], s[e + 3]
-                )
+                s[e], s[e + 1], s[e + 2], s[e + 3] = mma(a0, a1, a2, a3, b0, b1, s[e], s[e + 1], s[e + 2], s[e + 3])
                 s[e + 4], s[e + 5], s[e + 6], s[e + 7] = mma(
                     a0, a1, a2, a3, b2, b3, s[e + 4], s[e + 5], s[e + 6], s[e + 7]
                 )
@@ -350,10 +348,8 @@ def make(spec: c.KernelSpec) -> c.Source:
             if IS_ALIGNED:
                 ptx.wait_all()
             cuda.syncthreads()  # the values are there, and nobody reads the keys
-            if IS_CAUSAL:
-                if is_edge:
-                    if cuda.syncthreads_or(holds_nonfinite(base)) != 0:
-                        move_nonfinite(acc, kv_pos, count, limit, base)
+            if IS_CAUSAL and is_edge and cuda.syncthreads_or(holds_nonfinite(base)) != 0:
+                move_nonfinite(acc, kv_pos, count, limit, base)
             kv_idx += count
             if kv_idx < n_end:
                 run = rules.run_of_key(runs, sequence, kv_idx)

@@ -101,7 +101,9 @@ def _load(name: str, ptx: str, kind: Any, address: Any, count: int = 1) -> Any:
     wide = "" if count == 1 else f".v{count}"
     names = ", ".join(f"${i}" for i in range(count))
     target = names if count == 1 else "{" + names + "}"
-    return _asm(name, f"ld.{ptx.replace('*', wide)} {target}, [${count}];", (kind,) * count, (address,), is_ordered=True)
+    return _asm(
+        name, f"ld.{ptx.replace('*', wide)} {target}, [${count}];", (kind,) * count, (address,), is_ordered=True
+    )
 
 
 def _store(name: str, ptx: str, kind: Any, address: Any, count: int = 1) -> Any:
@@ -169,9 +171,7 @@ from_lane_i32 = _shuffle("from_lane_i32", "idx", i32, "r")
 
 # Four 8 x 8 matrices of 16-bit numbers from shared memory; lane i names the address of row i % 8 of matrix i // 8.
 _MATRICES = "ldmatrix.sync.aligned.m8n8.x4{}.shared.b16 {{$0, $1, $2, $3}}, [$4];"
-load_matrices = _asm(
-    "load_matrices", _MATRICES.format(""), (i32,) * 4, (i32,), is_ordered=True, is_converged=True
-)
+load_matrices = _asm("load_matrices", _MATRICES.format(""), (i32,) * 4, (i32,), is_ordered=True, is_converged=True)
 load_matrices_transposed = _asm(
     "load_matrices_transposed", _MATRICES.format(".trans"), (i32,) * 4, (i32,), is_ordered=True, is_converged=True
 )

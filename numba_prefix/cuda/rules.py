@@ -76,20 +76,20 @@ def rule(function: Callable[..., Any]) -> Any:
     return _done[function]
 
 
-running_max, shift_of, rescale = map(rule, (softmax.running_max, softmax.shift_of, softmax.rescale))
-weight, normalize, log_sum_exp = map(rule, (softmax.weight, softmax.normalize, softmax.log_sum_exp))
+def _rules(*functions: Callable[..., Any]) -> list[Any]:
+    return [rule(function) for function in functions]
+
+
+running_max, shift_of, rescale = _rules(softmax.running_max, softmax.shift_of, softmax.rescale)
+weight, normalize, log_sum_exp = _rules(softmax.weight, softmax.normalize, softmax.log_sum_exp)
 weighted = rule(softmax.weighted)
-last_visible, is_visible = map(rule, (masks.last_visible, masks.is_visible))
+last_visible, is_visible = _rules(masks.last_visible, masks.is_visible)
 left_align_shift = rule(masks.left_align_shift)
-linear_bias, sqrt_bias, left_align_bias = map(rule, (masks.linear_bias, masks.sqrt_bias, masks.left_align_bias))
-template_row, heads_mask_row = map(rule, (masks.template_row, masks.heads_mask_row))
-template_linear_bias, template_sqrt_bias = map(rule, (masks.template_linear_bias, masks.template_sqrt_bias))
+linear_bias, sqrt_bias, left_align_bias = _rules(masks.linear_bias, masks.sqrt_bias, masks.left_align_bias)
+template_row, heads_mask_row = _rules(masks.template_row, masks.heads_mask_row)
+template_linear_bias, template_sqrt_bias = _rules(masks.template_linear_bias, masks.template_sqrt_bias)
 template_left_align_bias = rule(masks.template_left_align_bias)
-rows_in_tile, q_idx_of_row, group_idx_of_row = map(
-    rule, (tiling.rows_in_tile, tiling.q_idx_of_row, tiling.group_idx_of_row)
-)
-run_of_key, kv_pos_of_key, keys_in_block = map(rule, (tiling.run_of_key, tiling.kv_pos_of_key, tiling.keys_in_block))
-last_held, logical_block_of, partial_floats = map(
-    rule, (tiling.last_held, tiling.logical_block_of, tiling.partial_floats)
-)
-lane_rows, round_up = map(rule, (tiling.lane_rows, tiling.round_up))
+rows_in_tile, q_idx_of_row, group_idx_of_row = _rules(tiling.rows_in_tile, tiling.q_idx_of_row, tiling.group_idx_of_row)
+run_of_key, kv_pos_of_key, keys_in_block = _rules(tiling.run_of_key, tiling.kv_pos_of_key, tiling.keys_in_block)
+last_held, logical_block_of, partial_floats = _rules(tiling.last_held, tiling.logical_block_of, tiling.partial_floats)
+lane_rows, round_up = _rules(tiling.lane_rows, tiling.round_up)

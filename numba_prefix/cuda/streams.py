@@ -10,8 +10,8 @@ from typing import Any
 import numpy as np
 
 from numba_prefix.arrays import Tensor
-from numba_prefix.cuda.gpu import Device
 from numba_prefix.cuda.driver import LEGACY_STREAM
+from numba_prefix.cuda.gpu import Device
 
 _EXPECTED = "an integer handle or a stream of torch, CuPy, Numba or another library with __cuda_stream__"
 

@@ -7,7 +7,6 @@ from typing import Any
 
 import numpy as np
 
-from numba_prefix import tiling
 from numba_prefix.cuda import ptx, rules
 from numba_prefix.cuda import spec as c
 from numba_prefix.cuda.device import inline
@@ -20,8 +19,9 @@ ZERO = np.float32(0.0)
 def bf16_of_f32(x: Any) -> Any:
     """Rounded to nearest, ties to even; a NaN stays one."""
     bits = ptx.bits_of_f32(x)
+    is_nan = (bits & 0x7FFFFFFF) > 0x7F800000
     rounded = (np.uint32(bits) + np.uint32(0x7FFF) + (np.uint32(bits >> 16) & np.uint32(1))) >> 16
-    return ptx.u16_of_i32(np.int32(rules.where(x == x, np.int64(rounded), np.int64(0x7FC0))))
+    return ptx.u16_of_i32(np.int32(rules.where(is_nan, np.int64(0x7FC0), np.int64(rounded))))
 
 
 @inline
