@@ -267,7 +267,7 @@ def test_edge_validate_wait(target: str) -> None:
     case = make_case([2], [37], dtype="float16")
     same_bits(run(case, target, validate="wait"), run(case, target))
     case.block_tables[0, 1] = len(case.key)
-    with pytest.raises(ValueError, match=naming("block_tables", len(case.key), "sequence 0", "column 1")):
+    with pytest.raises(ValueError, match=r"block_tables: got block \d+ for sequence 0, column 1"):
         run(case, target, validate="wait")
 
 
