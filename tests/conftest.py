@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import os
 import shutil
 import signal
@@ -12,8 +13,14 @@ from typing import Any
 import pytest
 from hypothesis import HealthCheck, settings
 
-TARGETS = ("reference", "cpu")
-KERNELS = tuple(name for name in TARGETS if name != "reference")
+KERNELS = ("cpu",)
+TARGETS = ("reference", *KERNELS)
+# The CUDA target takes part where its kernels can be compiled: on a fake GPU that interprets them, so in tiny problems only,
+# and on few kernels, since each takes seconds to compile.
+if importlib.util.find_spec("numba_cuda"):
+    TARGETS = (*TARGETS, "cuda")
+TINY = {"dtype": {"float16"}, "head_size": {16}, "heads": {(8, 4), (12, 1), (3, 1)}, "block_size": {3, 128}}
+FILES_WITH_TINY_TESTS = {"test_semantics.py"}
 
 _quiet = {"deadline": None, "suppress_health_check": [HealthCheck.too_slow, HealthCheck.data_too_large]}
 settings.register_profile("ci", max_examples=40, derandomize=True, print_blob=True, **_quiet)
@@ -36,6 +43,24 @@ if "NUMBA_CACHE_DIR" not in os.environ:
 def pytest_unconfigure(config: Any) -> None:
     if _own_cache is not None:
         shutil.rmtree(_own_cache, ignore_errors=True)
+
+
+def _is_tiny(item: pytest.Item) -> bool:
+    params = getattr(item, "callspec").params  # noqa: B009
+    return item.path.name in FILES_WITH_TINY_TESTS and all(
+        value in TINY[name] for name, value in params.items() if name in TINY
+    )
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    def is_left_out(item: pytest.Item) -> bool:
+        callspec = getattr(item, "callspec", None)
+        return callspec is not None and callspec.params.get("target") == "cuda" and not _is_tiny(item)
+
+    left_out = [item for item in items if is_left_out(item)]
+    if left_out:
+        config.hook.pytest_deselected(items=left_out)
+        items[:] = [item for item in items if not is_left_out(item)]
 
 
 @pytest.fixture(scope="session", params=TARGETS)

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator
+import multiprocessing
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import ProcessPoolExecutor
 from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
 import pytest
-from cases import Case
+from cases import DTYPES, Case
 from device_arrays import DeviceArray
 from ptx import Memory, Module
 from ptx.device import FakeDriver, Launched, interpreted
@@ -17,19 +19,53 @@ from ptx.device import FakeDriver, Launched, interpreted
 import numba_prefix as nbp
 from numba_prefix.cuda import compile as compiler
 from numba_prefix.cuda import cubins, driver
+from numba_prefix.cuda.choice import CHUNK, family_of, head_dim_of
 from numba_prefix.cuda.spec import KernelSpec
 
 CCS = ((7, 5), (8, 0), (9, 0), (12, 0))
 Execute = Callable[[Launched, Memory], None]
 
 
-@functools.cache
+Kernel = tuple[KernelSpec, tuple[int, int]]
+
+# This session's, by kind and compute capability; a kernel's PTX stands where its cubin would.
+kernels: dict[Kernel, compiler.Compiled] = {}
+_lto_ir = functools.cache(compiler._lto_ir)  # which keeps four; tests come back to one for another compute capability
+
+
+def spec_of(dtype: str, head_size: int, form: str, cc: tuple[int, int], mask_dtype: str = "float32") -> KernelSpec:
+    """The kernel of a case (form: of with_mask)."""
+    kind, _, how = form.partition("-")
+    bias = {"alibi": "linear", "alibi_sqrt": "sqrt", "alibi_left_align": "left_align"}.get(kind, "none")
+    bias = {"template": f"template_{bias}", "heads": "heads_mask"}.get(how, bias)
+    mask_dtype = mask_dtype if how in ("template", "heads") else ""
+    is_aligned = head_size * np.dtype(DTYPES[dtype]).itemsize % CHUNK == 0
+    family, head_dim = family_of(dtype, cc), head_dim_of(head_size)
+    return KernelSpec(family, dtype, dtype, head_dim, bias, form != "none", mask_dtype, is_aligned)
+
+
 def compiled(spec: KernelSpec, cc: tuple[int, int]) -> compiler.Compiled:
-    """Once per session; its PTX stands where its cubin would."""
-    source, code = compiler._lto_ir(spec)
-    ptx = compiler._link(code, cc, "ptx")[0].rstrip(b"\0")
-    sizes = source.threads, source.shared_bytes, source.block_m, source.block_n
-    return compiler.Compiled(source.name, cc, ptx, *sizes, 0, 0, 0, 0, ptx.decode())
+    if (spec, cc) not in kernels:
+        source, code = _lto_ir(spec)
+        ptx = compiler._link(code, cc, "ptx")[0].rstrip(b"\0")
+        sizes = source.threads, source.shared_bytes, source.block_m, source.block_n
+        kernels[spec, cc] = compiler.Compiled(source.name, cc, ptx, *sizes, 0, 0, 0, 0, ptx.decode())
+    return kernels[spec, cc]
+
+
+def _compiled_for(spec: KernelSpec, ccs: list[tuple[int, int]]) -> dict[Kernel, compiler.Compiled]:
+    return {(spec, cc): compiled(spec, cc) for cc in ccs}
+
+
+def prebuild(wanted: Iterable[Kernel]) -> None:
+    """Compiles many kernels in two processes: most of the time is Numba's, which uses one thread."""
+    ccs_of: dict[KernelSpec, list[tuple[int, int]]] = {}
+    for spec, cc in dict.fromkeys(wanted):
+        if (spec, cc) not in kernels:
+            ccs_of.setdefault(spec, []).append(cc)
+    with ProcessPoolExecutor(2, multiprocessing.get_context("spawn")) as pool:
+        for made in pool.map(_compiled_for, ccs_of, ccs_of.values()):
+            kernels.update(made)
 
 
 @functools.lru_cache(maxsize=8)

@@ -27,6 +27,9 @@ FAMILIES = {
 }
 MIN_CC = (7, 5)
 
+# Thread blocks that a multiprocessor has room for at least. Left to itself ptxas gives up registers for more blocks, and spills
+# (20 bytes in fma, float16, head size 32, sm_75).
+MIN_BLOCKS = 2
 # Its defaults are those of Numba's options in device.py: no fastmath, so that denormals are kept and quotients and square roots
 # are exact, and products and sums contracted to fma. (Spelling them out is refused.)
 LINK_OPTIONS = {"link_time_optimization": True, "ptxas_options": ["-v"]}
@@ -120,7 +123,7 @@ def _lto_ir(spec: KernelSpec) -> tuple[Source, bytes]:
                 abi_info={"abi_name": source.name},  # Numba's own counts what the process compiled before
                 cc=MIN_CC,
                 output="ltoir",
-                launch_bounds=source.threads,
+                launch_bounds=(source.threads, MIN_BLOCKS),
                 **OPTIONS,
             )
     finally:
