@@ -85,7 +85,7 @@ def test_target_that_cannot_run_raises() -> None:
     case = small()
     out = np.full(case.query.shape, 7, np.float16)
     with pytest.raises((RuntimeError, ValueError), match="(?i)cuda"):
-        run(case, "cuda", out=out)
+        nbp.prefix_encoder(**case.arguments(), target="cuda", out=out)
     assert (out == 7).all()
 
 

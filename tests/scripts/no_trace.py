@@ -19,6 +19,8 @@ import numba
 import numpy as np
 from cases import DTYPES, make_case, run, with_mask
 
+import numba_prefix as nbp
+
 try:
     import torch
 except ImportError:
@@ -96,7 +98,7 @@ def calls() -> None:
     run(huge, "reference")
     for bad in ({"kv_seq_len": [1]}, {"block_tables": np.full((1, 9), 99, np.int32)}, {"target": "cuda"}, {"mask": 3}):
         try:
-            run(huge, **({"target": "cpu"} | bad)) if "target" not in bad else run(huge, "cuda")
+            nbp.prefix_encoder(**(huge.arguments() | {"target": "cpu"} | bad))
         except (TypeError, ValueError, RuntimeError):
             continue
         raise AssertionError(f"no error with {bad}")
