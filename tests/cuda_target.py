@@ -44,12 +44,20 @@ def spec_of(dtype: str, head_size: int, form: str, cc: tuple[int, int], mask_dty
     return KernelSpec(family, dtype, dtype, head_dim, bias, form != "none", mask_dtype, is_aligned)
 
 
+def is_measured(spec: KernelSpec) -> bool:
+    """Whether what a kernel takes of a GPU is known here, for which its cubin is made too."""
+    return spec.bias == "none" and spec.head_dim in (32, 64, 128) and spec.is_aligned
+
+
 def compiled(spec: KernelSpec, cc: tuple[int, int]) -> compiler.Compiled:
     if (spec, cc) not in kernels:
         source, code = _lto_ir(spec)
         ptx = compiler._link(code, cc, "ptx")[0].rstrip(b"\0")
         sizes = source.threads, source.shared_bytes, source.block_m, source.block_n
-        kernels[spec, cc] = compiler.Compiled(source.name, cc, ptx, *sizes, 0, 0, 0, 0, ptx.decode())
+        uses = {"registers": 0, "spill_bytes": 0, "local_bytes": 0}
+        if is_measured(spec):
+            uses = compiler._resources(compiler._link(code, cc, "cubin")[1])
+        kernels[spec, cc] = compiler.Compiled(source.name, cc, ptx, *sizes, **uses, mma_count=0, ptx=ptx.decode())
     return kernels[spec, cc]
 
 

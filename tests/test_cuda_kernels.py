@@ -228,6 +228,18 @@ def test_a_bad_block_is_not_read(dtype: str) -> None:
             run(case, "cuda", validate="wait")
 
 
+def test_registers_hold_everything() -> None:
+    """No spills and no local memory, in whatever this session has compiled of the common head sizes."""
+    for cc, head_size in itertools.product([(7, 5), (8, 0)], [32, 64]):
+        spec = cuda_target.spec_of("float16", head_size, "causal", cc)
+        assert cuda_target.is_measured(spec)
+        cuda_target.compiled(spec, cc)
+    measured = [made for (spec, _), made in cuda_target.kernels.items() if cuda_target.is_measured(spec)]
+    assert all(32 <= made.registers <= 255 for made in measured)
+    for made in measured:
+        assert (made.spill_bytes, made.local_bytes) == (0, 0), (made.name, made.cc)
+
+
 def test_no_double_precision() -> None:
     """Nothing in any kernel that this session has compiled computes in float64."""
     for dtype, cc in itertools.product(DTYPES, [(7, 5), (8, 0)]):

@@ -168,22 +168,30 @@ def make(spec: c.KernelSpec) -> c.Source:
             acc[4 * DIM_GROUPS * i + e] = acc[4 * DIM_GROUPS * i + e] * alpha
 
     @inline
+    def add_value(acc: Any, w: Any, base: Any, key: Any, k: Any) -> None:
+        """One key's value, of weights w [ROWS, 4] those of column k."""
+        quad = np.int32(cuda.threadIdx.x & 7)
+        for g in range(DIM_GROUPS):
+            v = ptx.load_shared4_f32(np.int32(base + KV_TILE + key * PITCH + 16 * quad + 128 * g))
+            for i in range(ROWS):
+                is_hidden = w[4 * i + k] < ZERO
+                for e in range(4):
+                    d = 4 * (DIM_GROUPS * i + g) + e
+                    acc[d] = rules.where(is_hidden, acc[d], acc[d] + w[4 * i + k] * v[e])
+
+    @inline
     def add_values(acc: Any, base: Any) -> None:
         """acc [ROWS, DIM_GROUPS, 4] += weights · values; a hidden key's value takes no part, be it NaN."""
-        row, quad = np.int32(cuda.threadIdx.x >> 3), np.int32(cuda.threadIdx.x & 7)
+        row = np.int32(cuda.threadIdx.x >> 3)
         for j in range(0, BLOCK_N, 4):
             w = cuda.local.array(W_SIZE, float32)
             for i in range(ROWS):
                 at = np.int32(base + P_TILE + (row + ROW_STEP * i) * P_PITCH + F32 * j)
                 w[4 * i], w[4 * i + 1], w[4 * i + 2], w[4 * i + 3] = ptx.load_shared4_f32(at)
-            for k in range(4):
-                for g in range(DIM_GROUPS):
-                    v = ptx.load_shared4_f32(np.int32(base + KV_TILE + (j + k) * PITCH + 16 * quad + 128 * g))
-                    for i in range(ROWS):
-                        is_hidden = w[4 * i + k] < ZERO
-                        for e in range(4):
-                            d = 4 * (DIM_GROUPS * i + g) + e
-                            acc[d] = rules.where(is_hidden, acc[d], acc[d] + w[4 * i + k] * v[e])
+            add_value(acc, w, base, j, 0)
+            add_value(acc, w, base, j + 1, 1)
+            add_value(acc, w, base, j + 2, 2)
+            add_value(acc, w, base, j + 3, 3)
 
     @inline
     def store_state(call: Any, acc: Any, address: Any, rows: Any, row: Any, m_i: Any, l_i: Any, i: Any) -> None:
