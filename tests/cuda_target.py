@@ -46,7 +46,7 @@ def spec_of(dtype: str, head_size: int, form: str, cc: tuple[int, int], mask_dty
 
 def is_measured(spec: KernelSpec) -> bool:
     """Whether what a kernel takes of a GPU is known here, for which its cubin is made too."""
-    return spec.bias == "none" and spec.head_dim in (32, 64, 128) and spec.is_aligned
+    return spec.bias in ("none", "heads_mask") and spec.head_dim in (32, 64, 128) and spec.is_aligned
 
 
 def compiled(spec: KernelSpec, cc: tuple[int, int]) -> compiler.Compiled:

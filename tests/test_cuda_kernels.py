@@ -51,6 +51,7 @@ def kernels(request: pytest.FixtureRequest) -> None:
         cases = [("float16", 32, form, cc, "float32") for cc, form in KINDS]
         cases += [(dtype, 32, form, (8, 0), dtype) for dtype, form in SOME_KINDS]
         cases += [(dtype, size, "causal", cc, "") for cc, dtype, size in HEAD_SIZES]
+        cases += [("float16", 128, form, (9, 0), "float32") for form in ("alibi-template", "alibi-heads")]
         cuda_target.prebuild((cuda_target.spec_of(*case), case[3]) for case in cases)
 
 
@@ -78,6 +79,12 @@ def test_dtypes(dtype: str, form: str) -> None:
 @pytest.mark.parametrize("cc, dtype, head_size", HEAD_SIZES)
 def test_head_sizes(cc: tuple[int, int], dtype: str, head_size: int) -> None:
     check(make_case([35, 1], [70, 3], head_num=2, kv_head_num=1, head_size=head_size, dtype=dtype), cc)
+
+
+@pytest.mark.parametrize("form", ["alibi-template", "alibi-heads"])
+def test_masks_of_large_heads(form: str) -> None:
+    """Their key tiles are smaller."""
+    check(with_mask(make_case([35, 1], [170, 3], head_num=2, head_size=128, dtype="float16"), form), (9, 0))
 
 
 @pytest.mark.parametrize("cc", CCS, ids=NAMES)

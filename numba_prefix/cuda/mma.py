@@ -49,15 +49,17 @@ from numba_prefix.vocabulary import F32_NEG_INF
 WARPS = 4
 THREADS = 32 * WARPS
 BLOCK_M = 16 * WARPS
-BLOCK_N = 64
-KEYS_PER_WARP = BLOCK_N // WARPS
 CHUNK = 16  # bytes that are copied at once
 ZERO = np.float32(0.0)
 MAX_KEPT_HEAD_DIM = 128  # of larger heads, queries are read from shared memory for every key tile: registers are short
+# With a mask that is read, larger heads take fewer keys at once: else up to 132 bytes are spilled.
+MAX_WIDE_WITH_MASK = 64
 
 
 def make(spec: c.KernelSpec) -> c.Source:
     HEAD_DIM, IS_CAUSAL, HAS_BIAS = spec.head_dim, spec.is_causal, spec.bias != "none"
+    BLOCK_N = 32 if spec.mask_dtype and HEAD_DIM > MAX_WIDE_WITH_MASK else 64
+    KEYS_PER_WARP = BLOCK_N // WARPS
     ROW_BYTES, CHUNKS = 2 * HEAD_DIM, HEAD_DIM // 8
     Q_TILE, K_TILE, V_TILE = 0, BLOCK_M * ROW_BYTES, (BLOCK_M + BLOCK_N) * ROW_BYTES
     STEPS, KEY_PAIRS, DIM_PAIRS = HEAD_DIM // 16, BLOCK_N // 16, HEAD_DIM // 16
@@ -154,6 +156,18 @@ def make(spec: c.KernelSpec) -> c.Source:
                 s[e + 4], s[e + 5], s[e + 6], s[e + 7] = mma(
                     a0, a1, a2, a3, b2, b3, s[e + 4], s[e + 5], s[e + 6], s[e + 7]
                 )
+
+    @inline
+    def add_biases(
+        call: Any, s: Any, qk_scale: Any, mask_base: Any, slope: Any, q_pos: Any, origin: Any, first: Any, j: Any
+    ) -> None:
+        """Scales the scores of keys 16·j to 16·j + 15 and adds their biases."""
+        for pair in range(4):
+            i = pair & 1
+            for e in range(2):
+                at = np.int32(first + 16 * j + 8 * (pair >> 1) + e)
+                add = bias(call, mask_base[i], slope[i], q_pos[i], origin[i], at)
+                s[8 * j + 2 * pair + e] = s[8 * j + 2 * pair + e] * qk_scale + add
 
     @inline
     def value_address(base: Any, j: Any, d: Any) -> Any:
@@ -330,10 +344,11 @@ def make(spec: c.KernelSpec) -> c.Source:
             scores(s, q, base)
             first = np.int32(kv_pos + 2 * (lane & 3))
             if HAS_BIAS:
-                for e in range(8 * KEY_PAIRS):
-                    i = (e >> 1) & 1
-                    at = np.int32(first + 8 * (e >> 2) + (e & 1))
-                    s[e] = s[e] * factors[c.QK_SCALE] + bias(call, mask_base[i], slope[i], q_pos[i], origin[i], at)
+                add_biases(call, s, factors[c.QK_SCALE], mask_base, slope, q_pos, origin, first, 0)
+                add_biases(call, s, factors[c.QK_SCALE], mask_base, slope, q_pos, origin, first, 1)
+                if KEY_PAIRS == 4:
+                    add_biases(call, s, factors[c.QK_SCALE], mask_base, slope, q_pos, origin, first, 2)
+                    add_biases(call, s, factors[c.QK_SCALE], mask_base, slope, q_pos, origin, first, 3)
             is_edge = count < BLOCK_N
             if IS_CAUSAL:
                 is_edge = is_edge or kv_pos + BLOCK_N - 1 > first_pos
