@@ -52,8 +52,8 @@ BLOCK_M = 16 * WARPS
 CHUNK = 16  # bytes that are copied at once
 ZERO = np.float32(0.0)
 MAX_KEPT_HEAD_DIM = 128  # of larger heads, queries are read from shared memory for every key tile: registers are short
-# With a mask that is read, larger heads take fewer keys at once: else up to 132 bytes are spilled.
-MAX_WIDE_WITH_MASK = 64
+# With a mask that is read, larger heads take fewer keys at once: else 36 to 132 bytes are spilled.
+MAX_WIDE_WITH_MASK = 32
 
 
 def make(spec: c.KernelSpec) -> c.Source:
