@@ -12,11 +12,11 @@ from typing import Any
 import numpy as np
 from numba import cuda, float32, int32, int64
 
+from numba_prefix.arrays import ITEM_BYTES
 from numba_prefix.cuda import ptx, rules
 from numba_prefix.cuda import spec as c
 from numba_prefix.cuda.device import inline
 from numba_prefix.cuda.tile import (
-    ITEM_BYTES,
     LOADS,
     STORES,
     bias_of,

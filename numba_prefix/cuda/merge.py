@@ -7,10 +7,10 @@ from typing import Any
 import numpy as np
 from numba import cuda, float32
 
+from numba_prefix.arrays import ITEM_BYTES
 from numba_prefix.cuda import ptx, rules
 from numba_prefix.cuda import spec as c
 from numba_prefix.cuda.tile import (
-    ITEM_BYTES,
     STORES,
     origin_of,
     partial_address,

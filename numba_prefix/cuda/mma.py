@@ -12,12 +12,12 @@ from typing import Any
 import numpy as np
 from numba import cuda, float32, int32, int64
 
+from numba_prefix.arrays import ITEM_BYTES
 from numba_prefix.cuda import ptx, rules
 from numba_prefix.cuda import spec as c
 from numba_prefix.cuda.device import inline
 from numba_prefix.cuda.halves import halves_of
 from numba_prefix.cuda.tile import (
-    ITEM_BYTES,
     STORES,
     bias_of,
     find_page,
@@ -321,7 +321,9 @@ def make(spec: c.KernelSpec) -> c.Source:
             last[i] = np.int32(rules.last_visible(IS_CAUSAL, pos, kv_len))
             slope[i], mask_base[i] = slope_of(call, q_head), call[c.MASK] + q_head * call[c.MASK_HEAD]
             m_i[i], l_i[i] = F32_NEG_INF, ZERO
-        first_pos = np.int32(prefix_len + np.int64(np.uint32(first_row) // np.uint32(call[c.GROUP_SIZE])))
+        first_pos = np.int32(
+            prefix_len + np.int64(rules.q_idx_of_row(np.uint32(first_row), np.uint32(call[c.GROUP_SIZE])))
+        )
         for i in range(8 * DIM_PAIRS):
             acc[i] = ZERO
 

@@ -115,22 +115,18 @@ def _store(name: str, ptx: str, kind: Any, address: Any, count: int = 1) -> Any:
 
 load_u16 = _load("load_u16", "global.u16", u16, i64)
 load_i32 = _load("load_i32", "global.b32", i32, i64)
-load_i64 = _load("load_i64", "global.b64", i64, i64)
 load_f32 = _load("load_f32", "global.f32", f32, i64)
 load4_i32 = _load("load4_i32", "global*.b32", i32, i64, 4)
 load4_f32 = _load("load4_f32", "global*.f32", f32, i64, 4)
 store_u16 = _store("store_u16", "global.u16", u16, i64)
-store_i32 = _store("store_i32", "global.b32", i32, i64)
 store_f32 = _store("store_f32", "global.f32", f32, i64)
 store2_f32 = _store("store2_f32", "global*.f32", f32, i64, 2)
 # Memory of the host that the device sees: the host may be looking.
 store_system_i32 = _store("store_system_i32", "volatile.global.b32", i32, i64)
 
-load_shared_f32 = _load("load_shared_f32", "shared.f32", f32, i32)
 load_shared_i32 = _load("load_shared_i32", "shared.b32", i32, i32)
 load_shared4_f32 = _load("load_shared4_f32", "shared*.f32", f32, i32, 4)
 load_shared4_i32 = _load("load_shared4_i32", "shared*.b32", i32, i32, 4)
-store_shared_u16 = _store("store_shared_u16", "shared.u16", u16, i32)
 store_shared_f32 = _store("store_shared_f32", "shared.f32", f32, i32)
 store_shared4_f32 = _store("store_shared4_f32", "shared*.f32", f32, i32, 4)
 store_shared4_i32 = _store("store_shared4_i32", "shared*.b32", i32, i32, 4)

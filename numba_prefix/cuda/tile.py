@@ -49,15 +49,8 @@ def _store_bf16(address: Any, x: Any) -> None:
     ptx.store_u16(address, bf16_of_f32(x))
 
 
-ITEM_BYTES = {"float16": 2, "bfloat16": 2, "float32": 4}
 LOADS = {"float16": _load_f16, "bfloat16": _load_bf16, "float32": ptx.load_f32}
 STORES = {"float16": _store_f16, "bfloat16": _store_bf16, "float32": ptx.store_f32}
-
-
-@inline
-def signed(x: Any, sign: Any) -> Any:
-    """A query's number times qk_scale's sign."""
-    return x * sign
 
 
 @inline
