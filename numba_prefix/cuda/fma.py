@@ -22,28 +22,19 @@ from numba_prefix.cuda.tile import (
     bias_of,
     f32_of_bf16,
     find_page,
-    origin_of,
-    partial_address,
+    finish_of,
     partial_pitch,
-    slope_of,
-    store_lse,
+    row_of,
     token_and_head,
+    work_of,
 )
-from numba_prefix.cuda.views import int64_table
 from numba_prefix.tiling import (
-    KV_LEN,
     M_BLOCK,
     N_BEGIN,
     N_END,
-    NUM_SPLITS,
-    PARTIAL_OFFSET,
     Q_BEGIN,
     Q_LEN,
-    RUN_COLUMNS,
     SEQUENCE,
-    SEQUENCE_COLUMNS,
-    SPLIT_IDX,
-    WORK_COLUMNS,
 )
 from numba_prefix.vocabulary import F32_NEG_INF
 
@@ -194,16 +185,13 @@ def make(spec: c.KernelSpec) -> c.Source:
             add_value(acc, w, base, j + 3, 3)
 
     @inline
-    def store_state(call: Any, acc: Any, address: Any, rows: Any, row: Any, m_i: Any, l_i: Any, i: Any) -> None:
-        pitch, lanes, quad = partial_pitch(call), rules.lane_rows(rows), cuda.threadIdx.x & 7
+    def store_state(call: Any, acc: Any, address: Any, rows: Any, row: Any, i: Any) -> None:
+        pitch, quad = partial_pitch(call), cuda.threadIdx.x & 7
         for g in range(DIM_GROUPS):
             for e in range(4):
                 column = 32 * g + 4 * quad + e
                 if column < pitch:
                     ptx.store_f32(address + 4 * (row * pitch + column), acc[4 * (DIM_GROUPS * i + g) + e])
-        if quad == 0:
-            ptx.store_f32(address + 4 * (lanes * pitch + row), m_i)
-            ptx.store_f32(address + 4 * (lanes * pitch + lanes + row), l_i)
 
     @inline
     def store_row(call: Any, acc: Any, address: Any, l_i: Any, i: Any) -> None:
@@ -213,23 +201,7 @@ def make(spec: c.KernelSpec) -> c.Source:
                 if column < call[c.HEAD_SIZE]:
                     store(address + OUT_BYTES * column, rules.normalize(acc[4 * (DIM_GROUPS * i + g) + e], l_i))
 
-    @inline
-    def finish(call: Any, entry: Any, q_begin: Any, kv_head: Any, rows: Any, acc: Any, m_i: Any, l_i: Any, unit: Any,
-               origin: Any, i: Any) -> None:  # fmt: skip
-        """Writes the thread's row i: the split's state, or the output."""
-        total = l_i[i]
-        for step in range(3):
-            total = total + ptx.butterfly_f32(total, np.int32(1 << step))
-        row = (cuda.threadIdx.x >> 3) + ROW_STEP * i
-        if row < rows:
-            if entry[NUM_SPLITS] > 1:
-                state = partial_address(call, entry[PARTIAL_OFFSET], entry[SPLIT_IDX], kv_head, rows)
-                store_state(call, acc, state, rows, row, m_i[i], total, i)
-            else:
-                token, q_head = token_and_head(call, q_begin, entry[M_BLOCK] * BLOCK_M + row, kv_head)
-                store_row(call, acc, call[c.OUT] + token * call[c.OUT_TOKEN] + q_head * call[c.OUT_HEAD], total, i)
-                if cuda.threadIdx.x & 7 == 0:
-                    store_lse(call, token, q_head, m_i[i], total, unit, origin[i])
+    finish = finish_of(BLOCK_M, 3, store_state, store_row)
 
     def kernel(call: Any, factors: Any) -> None:
         s, acc = cuda.local.array(S_SIZE, float32), cuda.local.array(ACC_SIZE, float32)
@@ -245,24 +217,17 @@ def make(spec: c.KernelSpec) -> c.Source:
         )
         limit, mask_base = cuda.local.array(ROWS, int32), cuda.local.array(ROWS, int64)
         lane, warp, base = np.int32(cuda.threadIdx.x & 31), np.int32(cuda.threadIdx.x >> 5), ptx.shared_base()
-        entry = int64_table(call[c.WORK], WORK_COLUMNS)[np.uint32(cuda.blockIdx.x) // np.uint32(call[c.KV_HEAD_NUM])]
-        kv_head = np.int64(np.uint32(cuda.blockIdx.x) % np.uint32(call[c.KV_HEAD_NUM]))
-        b, n_end = entry[SEQUENCE], entry[N_END]
-        sequence = int64_table(call[c.SEQUENCES], SEQUENCE_COLUMNS)[b]
-        runs = int64_table(call[c.RUNS], RUN_COLUMNS)
-        kv_len, prefix_len, q_begin = sequence[KV_LEN], sequence[KV_LEN] - sequence[Q_LEN], sequence[Q_BEGIN]
+        entry, kv_head, sequence, runs = work_of(call, call[c.WORK])
+        b, n_end, q_begin = entry[SEQUENCE], entry[N_END], sequence[Q_BEGIN]
         rows = np.int32(rules.rows_in_tile(sequence[Q_LEN], call[c.GROUP_SIZE], entry[M_BLOCK], BLOCK_M))
-        first_row = entry[M_BLOCK] * BLOCK_M
+        first_row, tile_row = entry[M_BLOCK] * BLOCK_M, cuda.threadIdx.x >> 3
         k_base, v_base = call[c.K] + kv_head * call[c.K_HEAD], call[c.V] + kv_head * call[c.V_HEAD]
 
         load_queries(call, base + Q_TILE, q_begin, first_row, rows, kv_head, factors[c.Q_SIGN])
         for i in range(ROWS):
-            row = first_row + min((cuda.threadIdx.x >> 3) + ROW_STEP * i, rows - 1)
-            token, q_head = token_and_head(call, q_begin, row, kv_head)
-            pos = prefix_len + token - q_begin
-            q_pos[i], origin[i] = np.int32(pos), np.int32(origin_of(call, runs, sequence, pos))
-            last[i] = np.int32(rules.last_visible(IS_CAUSAL, pos, kv_len))
-            slope[i], mask_base[i] = slope_of(call, q_head), call[c.MASK] + q_head * call[c.MASK_HEAD]
+            row = first_row + min(tile_row + ROW_STEP * i, rows - 1)
+            state = row_of(call, runs, sequence, row, kv_head, IS_CAUSAL)
+            q_pos[i], origin[i], last[i], slope[i], mask_base[i] = state
             m_i[i], l_i[i] = F32_NEG_INF, ZERO
         for i in range(ACC_SIZE):
             acc[i] = ZERO
@@ -295,10 +260,14 @@ def make(spec: c.KernelSpec) -> c.Source:
             add_values(acc, base)
             kv_idx += count
 
-        finish(call, entry, q_begin, kv_head, rows, acc, m_i, l_i, factors[c.UNIT], origin, 0)
-        finish(call, entry, q_begin, kv_head, rows, acc, m_i, l_i, factors[c.UNIT], origin, 1)
+        finish(call, entry, q_begin, kv_head, rows, acc, m_i, l_i, factors[c.UNIT], origin, tile_row, 0)
+        finish(call, entry, q_begin, kv_head, rows, acc, m_i, l_i, factors[c.UNIT], origin, tile_row + ROW_STEP, 1)
         if ROWS == 4:
-            finish(call, entry, q_begin, kv_head, rows, acc, m_i, l_i, factors[c.UNIT], origin, 2)
-            finish(call, entry, q_begin, kv_head, rows, acc, m_i, l_i, factors[c.UNIT], origin, 3)
+            finish(
+                call, entry, q_begin, kv_head, rows, acc, m_i, l_i, factors[c.UNIT], origin, tile_row + 2 * ROW_STEP, 2
+            )
+            finish(
+                call, entry, q_begin, kv_head, rows, acc, m_i, l_i, factors[c.UNIT], origin, tile_row + 3 * ROW_STEP, 3
+            )
 
     return c.Source(spec.name, kernel, THREADS, P_TILE + BLOCK_M * P_PITCH, BLOCK_M, BLOCK_N)

@@ -17,8 +17,8 @@ from numba_prefix.cuda.tile import (
     partial_pitch,
     store_lse,
     token_and_head,
+    work_of,
 )
-from numba_prefix.cuda.views import int64_table
 from numba_prefix.tiling import (
     KV_LEN,
     M_BLOCK,
@@ -26,10 +26,6 @@ from numba_prefix.tiling import (
     PARTIAL_OFFSET,
     Q_BEGIN,
     Q_LEN,
-    RUN_COLUMNS,
-    SEQUENCE,
-    SEQUENCE_COLUMNS,
-    WORK_COLUMNS,
 )
 from numba_prefix.vocabulary import F32_NEG_INF
 
@@ -45,10 +41,7 @@ def make(spec: c.KernelSpec) -> c.Source:
     def kernel(call: Any, factors: Any) -> None:
         acc = cuda.local.array(LANE_DIMS, float32)
         lane, warp = np.int32(cuda.threadIdx.x & 31), np.int32(cuda.threadIdx.x >> 5)
-        entry = int64_table(call[c.MERGE], WORK_COLUMNS)[np.uint32(cuda.blockIdx.x) // np.uint32(call[c.KV_HEAD_NUM])]
-        kv_head = np.int64(np.uint32(cuda.blockIdx.x) % np.uint32(call[c.KV_HEAD_NUM]))
-        sequence = int64_table(call[c.SEQUENCES], SEQUENCE_COLUMNS)[entry[SEQUENCE]]
-        runs = int64_table(call[c.RUNS], RUN_COLUMNS)
+        entry, kv_head, sequence, runs = work_of(call, call[c.MERGE])
         rows = rules.rows_in_tile(sequence[Q_LEN], call[c.GROUP_SIZE], entry[M_BLOCK], call[c.TILE_ROWS])
         pitch, lanes = partial_pitch(call), rules.lane_rows(rows)
         for row in range(warp, rows, WARPS):

@@ -21,28 +21,20 @@ from numba_prefix.cuda.tile import (
     STORES,
     bias_of,
     find_page,
-    origin_of,
-    partial_address,
+    finish_of,
     partial_pitch,
-    slope_of,
-    store_lse,
+    row_of,
     token_and_head,
+    work_of,
 )
-from numba_prefix.cuda.views import int64_table
 from numba_prefix.tiling import (
     KV_LEN,
     M_BLOCK,
     N_BEGIN,
     N_END,
-    NUM_SPLITS,
-    PARTIAL_OFFSET,
     Q_BEGIN,
     Q_LEN,
-    RUN_COLUMNS,
     SEQUENCE,
-    SEQUENCE_COLUMNS,
-    SPLIT_IDX,
-    WORK_COLUMNS,
 )
 from numba_prefix.vocabulary import F32_NEG_INF
 
@@ -252,18 +244,15 @@ def make(spec: c.KernelSpec) -> c.Source:
             acc[4 * d + 2 * i + 1] = acc[4 * d + 2 * i + 1] * alpha
 
     @inline
-    def store_state(call: Any, acc: Any, address: Any, rows: Any, row: Any, m_i: Any, l_i: Any, i: Any) -> None:
-        pitch, lanes, quad = partial_pitch(call), rules.lane_rows(rows), cuda.threadIdx.x & 3
+    def store_state(call: Any, acc: Any, address: Any, rows: Any, row: Any, i: Any) -> None:
+        pitch, quad = partial_pitch(call), cuda.threadIdx.x & 3
         for d in range(2 * DIM_PAIRS):
             column = 8 * d + 2 * quad
             if column < pitch:
                 ptx.store2_f32(address + 4 * (row * pitch + column), acc[4 * d + 2 * i], acc[4 * d + 2 * i + 1])
-        if quad == 0:
-            ptx.store_f32(address + 4 * (lanes * pitch + row), m_i)
-            ptx.store_f32(address + 4 * (lanes * pitch + lanes + row), l_i)
 
     @inline
-    def store_row(call: Any, acc: Any, address: Any, l_i: Any, i: Any, begin: Any) -> None:
+    def store_half(call: Any, acc: Any, address: Any, l_i: Any, i: Any, begin: Any) -> None:
         """Half of the thread's row i: chunks `begin` and after."""
         quad = cuda.threadIdx.x & 3
         for j in range(DIM_PAIRS):
@@ -274,24 +263,11 @@ def make(spec: c.KernelSpec) -> c.Source:
                     store(address + OUT_BYTES * column, rules.normalize(acc[4 * d + 2 * i + e], l_i))
 
     @inline
-    def finish(call: Any, entry: Any, q_begin: Any, kv_head: Any, rows: Any, acc: Any, m_i: Any, l_i: Any, unit: Any,
-               origin: Any, i: Any) -> None:  # fmt: skip
-        """Writes the thread's row i: the split's state, or the output."""
-        total = l_i[i]
-        for step in range(1, 3):
-            total = total + ptx.butterfly_f32(total, np.int32(step))
-        row = 16 * (cuda.threadIdx.x >> 5) + ((cuda.threadIdx.x & 31) >> 2) + 8 * i
-        if row < rows:
-            if entry[NUM_SPLITS] > 1:
-                state = partial_address(call, entry[PARTIAL_OFFSET], entry[SPLIT_IDX], kv_head, rows)
-                store_state(call, acc, state, rows, row, m_i[i], total, i)
-            else:
-                token, q_head = token_and_head(call, q_begin, entry[M_BLOCK] * BLOCK_M + row, kv_head)
-                out = call[c.OUT] + token * call[c.OUT_TOKEN] + q_head * call[c.OUT_HEAD]
-                store_row(call, acc, out, total, i, 0)
-                store_row(call, acc, out, total, i, DIM_PAIRS)
-                if cuda.threadIdx.x & 3 == 0:
-                    store_lse(call, token, q_head, m_i[i], total, unit, origin[i])
+    def store_row(call: Any, acc: Any, address: Any, l_i: Any, i: Any) -> None:
+        store_half(call, acc, address, l_i, i, 0)
+        store_half(call, acc, address, l_i, i, DIM_PAIRS)
+
+    finish = finish_of(BLOCK_M, 2, store_state, store_row)
 
     def kernel(call: Any, factors: Any) -> None:
         # q, acc, s, p: as mma spreads a warp's 16 rows over its lanes; a thread has rows lane // 4 and lane // 4 + 8
@@ -301,29 +277,21 @@ def make(spec: c.KernelSpec) -> c.Source:
         slope, q_pos, origin = (cuda.local.array(2, float32), cuda.local.array(2, int32), cuda.local.array(2, int32))
         last, limit, mask_base = cuda.local.array(2, int32), cuda.local.array(2, int32), cuda.local.array(2, int64)
         lane, warp, base = np.int32(cuda.threadIdx.x & 31), np.int32(cuda.threadIdx.x >> 5), ptx.shared_base()
-        entry = int64_table(call[c.WORK], WORK_COLUMNS)[np.uint32(cuda.blockIdx.x) // np.uint32(call[c.KV_HEAD_NUM])]
-        kv_head = np.int64(np.uint32(cuda.blockIdx.x) % np.uint32(call[c.KV_HEAD_NUM]))
+        entry, kv_head, sequence, runs = work_of(call, call[c.WORK])
         b, n_end = entry[SEQUENCE], entry[N_END]
-        sequence = int64_table(call[c.SEQUENCES], SEQUENCE_COLUMNS)[b]
-        runs = int64_table(call[c.RUNS], RUN_COLUMNS)
-        kv_len, prefix_len = sequence[KV_LEN], sequence[KV_LEN] - sequence[Q_LEN]
         rows = np.int32(rules.rows_in_tile(sequence[Q_LEN], call[c.GROUP_SIZE], entry[M_BLOCK], BLOCK_M))
-        first_row = entry[M_BLOCK] * BLOCK_M
+        first_row, tile_row = entry[M_BLOCK] * BLOCK_M, 16 * warp + (lane >> 2)
         q_begin, head_bytes = sequence[Q_BEGIN], 2 * call[c.HEAD_SIZE]
         k_base, v_base = call[c.K] + kv_head * call[c.K_HEAD], call[c.V] + kv_head * call[c.V_HEAD]
 
         load_queries(call, base + Q_TILE, q_begin, first_row, rows, kv_head, factors[c.Q_SIGN])
         for i in range(2):
-            row = first_row + min(16 * warp + (lane >> 2) + 8 * i, rows - 1)
-            token, q_head = token_and_head(call, q_begin, row, kv_head)
-            pos = prefix_len + token - q_begin
-            q_pos[i], origin[i] = np.int32(pos), np.int32(origin_of(call, runs, sequence, pos))
-            last[i] = np.int32(rules.last_visible(IS_CAUSAL, pos, kv_len))
-            slope[i], mask_base[i] = slope_of(call, q_head), call[c.MASK] + q_head * call[c.MASK_HEAD]
+            row = first_row + min(tile_row + 8 * i, rows - 1)
+            state = row_of(call, runs, sequence, row, kv_head, IS_CAUSAL)
+            q_pos[i], origin[i], last[i], slope[i], mask_base[i] = state
             m_i[i], l_i[i] = F32_NEG_INF, ZERO
-        first_pos = np.int32(
-            prefix_len + np.int64(rules.q_idx_of_row(np.uint32(first_row), np.uint32(call[c.GROUP_SIZE])))
-        )
+        first_q_idx = rules.q_idx_of_row(np.uint32(first_row), np.uint32(call[c.GROUP_SIZE]))
+        first_pos = np.int32(sequence[KV_LEN] - sequence[Q_LEN] + np.int64(first_q_idx))
         for i in range(8 * DIM_PAIRS):
             acc[i] = ZERO
 
@@ -379,8 +347,8 @@ def make(spec: c.KernelSpec) -> c.Source:
         if IS_ALIGNED:
             ptx.wait_all()
 
-        finish(call, entry, q_begin, kv_head, rows, acc, m_i, l_i, factors[c.UNIT], origin, 0)
-        finish(call, entry, q_begin, kv_head, rows, acc, m_i, l_i, factors[c.UNIT], origin, 1)
+        finish(call, entry, q_begin, kv_head, rows, acc, m_i, l_i, factors[c.UNIT], origin, tile_row, 0)
+        finish(call, entry, q_begin, kv_head, rows, acc, m_i, l_i, factors[c.UNIT], origin, tile_row + 8, 1)
 
     shared_bytes = (BLOCK_M + 2 * BLOCK_N) * ROW_BYTES
     return c.Source(spec.name, kernel, THREADS, shared_bytes, BLOCK_M, BLOCK_N)

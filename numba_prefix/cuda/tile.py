@@ -6,10 +6,25 @@ from collections.abc import Callable
 from typing import Any
 
 import numpy as np
+from numba import cuda
 
 from numba_prefix.cuda import ptx, rules
 from numba_prefix.cuda import spec as c
 from numba_prefix.cuda.device import inline
+from numba_prefix.cuda.views import int64_table
+from numba_prefix.tiling import (
+    KV_LEN,
+    M_BLOCK,
+    NUM_SPLITS,
+    PARTIAL_OFFSET,
+    Q_BEGIN,
+    Q_LEN,
+    RUN_COLUMNS,
+    SEQUENCE,
+    SEQUENCE_COLUMNS,
+    SPLIT_IDX,
+    WORK_COLUMNS,
+)
 
 ONE = np.float32(1.0)
 ZERO = np.float32(0.0)
@@ -51,6 +66,16 @@ def _store_bf16(address: Any, x: Any) -> None:
 
 LOADS = {"float16": _load_f16, "bfloat16": _load_bf16, "float32": ptx.load_f32}
 STORES = {"float16": _store_f16, "bfloat16": _store_bf16, "float32": ptx.store_f32}
+
+
+@inline
+def work_of(call: Any, work: Any) -> Any:
+    """This thread block's entry of a work list, its kv head and its sequence, and everybody's runs of held keys."""
+    kv_head_num = np.uint32(call[c.KV_HEAD_NUM])
+    entry = int64_table(work, WORK_COLUMNS)[np.uint32(cuda.blockIdx.x) // kv_head_num]
+    kv_head = np.int64(np.uint32(cuda.blockIdx.x) % kv_head_num)
+    sequence = int64_table(call[c.SEQUENCES], SEQUENCE_COLUMNS)[entry[SEQUENCE]]
+    return entry, kv_head, sequence, int64_table(call[c.RUNS], RUN_COLUMNS)
 
 
 @inline
@@ -99,6 +124,14 @@ def partial_pitch(call: Any) -> Any:
 
 
 @inline
+def store_sums(call: Any, address: Any, rows: Any, row: Any, m_i: Any, l_i: Any) -> None:
+    """A row's running maximum and sum, behind the accumulators of a split's state."""
+    lanes = rules.lane_rows(rows)
+    ptx.store_f32(address + 4 * (lanes * partial_pitch(call) + row), m_i)
+    ptx.store_f32(address + 4 * (lanes * partial_pitch(call) + lanes + row), l_i)
+
+
+@inline
 def store_lse(call: Any, token: Any, q_head: Any, m_i: Any, l_i: Any, unit: Any, origin: Any) -> None:
     """m_i is without what left-aligned biases leave out; origin is what they are relative to."""
     if call[c.LSE] != 0:
@@ -115,6 +148,47 @@ def origin_of(call: Any, runs: Any, sequence: Any, q_pos: Any) -> Any:
     if call[c.HAS_SHIFT] != 0:
         origin = rules.last_held(runs, sequence, q_pos)
     return origin
+
+
+@inline
+def row_of(call: Any, runs: Any, sequence: Any, row: Any, kv_head: Any, is_causal: Any) -> Any:
+    """Of a sequence's row: its position, what its left-aligned biases are relative to, the last position that it sees, its
+    slope, and where its mask lies."""
+    token, q_head = token_and_head(call, sequence[Q_BEGIN], row, kv_head)
+    pos = sequence[KV_LEN] - sequence[Q_LEN] + token - sequence[Q_BEGIN]
+    origin, last = origin_of(call, runs, sequence, pos), rules.last_visible(is_causal, pos, sequence[KV_LEN])
+    mask_base = call[c.MASK] + q_head * call[c.MASK_HEAD]
+    return np.int32(pos), np.int32(origin), np.int32(last), slope_of(call, q_head), mask_base
+
+
+def finish_of(
+    block_m: int, row_bits: int, store_state: Callable[..., Any], store_row: Callable[..., Any]
+) -> Callable[..., Any]:
+    """finish(…, row, i): writes row `row` of the tile, i of those of the thread, which 2**row_bits lanes share: the state of
+    a split by store_state, or the output by store_row."""
+    LANES = 1 << row_bits
+
+    @inline
+    def finish(
+        call: Any, entry: Any, q_begin: Any, kv_head: Any, rows: Any, acc: Any, m_i: Any, l_i: Any, unit: Any,
+        origin: Any, row: Any, i: Any,
+    ) -> None:  # fmt: skip
+        total = l_i[i]
+        for bit in range(row_bits):
+            total = total + ptx.butterfly_f32(total, np.int32(1 << bit))
+        if row < rows:
+            if entry[NUM_SPLITS] > 1:
+                state = partial_address(call, entry[PARTIAL_OFFSET], entry[SPLIT_IDX], kv_head, rows)
+                store_state(call, acc, state, rows, row, i)
+                if cuda.threadIdx.x & (LANES - 1) == 0:
+                    store_sums(call, state, rows, row, m_i[i], total)
+            else:
+                token, q_head = token_and_head(call, q_begin, entry[M_BLOCK] * block_m + row, kv_head)
+                store_row(call, acc, call[c.OUT] + token * call[c.OUT_TOKEN] + q_head * call[c.OUT_HEAD], total, i)
+                if cuda.threadIdx.x & (LANES - 1) == 0:
+                    store_lse(call, token, q_head, m_i[i], total, unit, origin[i])
+
+    return finish
 
 
 def bias_of(spec: c.KernelSpec) -> Callable[..., Any]:
