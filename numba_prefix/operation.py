@@ -16,6 +16,7 @@ from numba_prefix.uninterrupted import cuda_target
 
 TARGETS = ("auto", "cpu", "cuda", "reference")
 VALIDATE = ("full", "wait", "shape")
+POOLS = ("own", "torch")
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,11 +24,17 @@ class Context:
     """How to run, apart from what: `target` ("auto", "cpu", "cuda", "reference"), `num_threads` (CPU; None: all that the
     process may use; never more than set_num_threads and NUMBA_PREFIX_NUM_THREADS allow) and `stream` (CUDA: an integer
     handle, or a stream of torch, CuPy, Numba or another library with `__cuda_stream__`, which has to live as long as what was
-    planned with it; None: the current one of torch or CuPy if the arrays are theirs, else the legacy default stream)."""
+    planned with it; None: the current one of torch or CuPy if the arrays are theirs, else the legacy default stream).
+
+    pool, on the CPU: whose threads help the caller's. "own": ones that sleep between calls. "torch": those of PyTorch's
+    OpenMP, which are awake for milliseconds after each of its operations, and in the way of any others: for calls between
+    such operations, on their thread. Where they cannot be had (in a forked process, with an OpenMP that is not GNU's, fewer
+    than asked for) it is the same as "own"."""
 
     target: str = "auto"
     num_threads: int | None = None
     stream: Any = None
+    pool: str = "own"
 
 
 class Op:
@@ -50,7 +57,9 @@ class Op:
         self.lse: Any = None
         self.target, chosen = choose_target(operands.q, context)
         self._operands = operands
-        self._asked = Asked(lengths, held_blocks, is_part, validate, context.num_threads, context.stream, is_single)
+        self._asked = Asked(
+            lengths, held_blocks, is_part, validate, context.num_threads, context.stream, context.pool, is_single
+        )
         self._runner: Runner = RUNNERS[self.target](problem, operands, self._asked)
         self.reason = f"{chosen}; {self._runner.reason}"
         self.out: Any = None
@@ -153,6 +162,7 @@ def check_choice(name: str, given: Any, accepted: tuple[str, ...]) -> None:
 def choose_target(q: Tensor, context: Context) -> tuple[str, str]:
     """(target, why); an explicit target that cannot run raises."""
     check_choice("target", context.target, TARGETS)
+    check_choice("pool", context.pool, POOLS)
     target = context.target
     if target == "auto":
         target = "cpu" if q.device == "cpu" else "cuda"
@@ -164,6 +174,8 @@ def choose_target(q: Tensor, context: Context) -> tuple[str, str]:
         raise ValueError(f"query: got memory on {q.device}, expected CPU memory for target {target!r}")
     else:
         check_stream(context.stream, target)
+    if context.pool != "own" and target != "cpu":
+        raise ValueError(f"pool: got {context.pool!r}, expected 'own' for target {target!r}")
     where = "in CPU memory" if q.device == "cpu" else f"on {q.device}"
     return target, "asked for" if context.target == target else f"query is {where}"
 

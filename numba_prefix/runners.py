@@ -30,6 +30,7 @@ class Asked:
     validate: str
     num_threads: int | None
     stream: Any
+    pool: str
     is_single: bool  # nobody can ask for a second run, or look at the operation
 
 
@@ -59,7 +60,9 @@ class CpuRunner(_HostRunner):
     def __init__(self, problem: Problem, operands: Operands, asked: Asked) -> None:
         super().__init__(problem, operands, asked)
         self._cpu = cpu_target()
-        self._plan = self._cpu.plan(problem, *asked.lengths, self._num_threads, asked.held_blocks, asked.is_part)
+        self._plan = self._cpu.plan(
+            problem, *asked.lengths, self._num_threads, asked.held_blocks, asked.is_part, asked.pool
+        )
         self._bound: tuple[Operands, Any, Any] | None = None
 
     @property
@@ -89,7 +92,8 @@ class CpuRunner(_HostRunner):
             assert out is not None
             dense, target = dense_operands(operands), unit_stride(out)
             call = self._cpu.bind(self._plan, dense, target, _address(lse))
-            self._cpu.run(self._plan, call, address, (buffer, dense, target, lse), num_threads)
+            memory = (buffer, dense, target, lse)
+            self._cpu.run(self._plan, call, address, memory, num_threads)
             if target is not out:
                 bits(out)[...] = bits(target)
         if workspace is None:

@@ -127,6 +127,15 @@ def test_number_of_threads(kernel: str, case: Case) -> None:
             same_bits(got, expected)
 
 
+@pytest.mark.parametrize("kv_len", [600, 4000])
+def test_number_of_threads_with_many_rows(kernel: str, kv_len: int) -> None:
+    """Where one thread gets other tiles than three: 1,040 rows of a head, with keys that are split or not."""
+    case = make_case([520, 3], [kv_len, 70], head_num=16, kv_head_num=8, head_size=16, dtype="bfloat16")
+    expected = check(case, kernel)
+    for num_threads in (1, 3):
+        same_bits(run(case, kernel, num_threads=num_threads), expected)
+
+
 @given(problem=single())
 def test_one_shot_equals_chunked(kernel: str, problem: tuple[Case, list[int]]) -> None:
     """Within the tolerance of the whole."""

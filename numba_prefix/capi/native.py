@@ -13,6 +13,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from numba_prefix.assembly import UNSIGNED_LONG, address_of, assembled, constant
+
 _TYPES = {
     ctypes.c_void_p: "ptr",
     ctypes.c_int: "i32",  # c_int32 too
@@ -76,28 +78,15 @@ class Export:
 def native_functions(exports: Sequence[Export], interrupted: Callable[[type[BaseException]], None]) -> tuple[int, ...]:
     """Addresses of the C functions. `interrupted` is told of an exception that comes out of a body, on its thread.
 
-    Code and Python functions are kept as long as the process lives: C code does not say when it lets go of a pointer.
+    Python functions are kept as long as the code is, which is forever.
     """
-    import llvmlite.binding as llvm
-
-    llvm.initialize_native_target()
-    llvm.initialize_native_asmprinter()
-    machine = llvm.Target.from_default_triple().create_target_machine(opt=1)
-    python = {
-        name: _constant(ctypes.cast(getattr(ctypes.pythonapi, name), ctypes.c_void_p).value) for name in _PYTHON_API
-    }
+    python = {name: constant(address_of(getattr(ctypes.pythonapi, name))) for name in _PYTHON_API}
     keep_forever(interrupted)
-    text = [f'target datalayout = "{machine.target_data}"', _CALL_PYTHON.format(**python, long=_unsigned_long())]
+    text = [_CALL_PYTHON.format(**python, long=UNSIGNED_LONG)]
     for export in exports:
         keep_forever(export.body)
-        text.append(_entry(export, _constant(id(export.body)), _constant(id(interrupted))))
-    module = llvm.parse_assembly("\n".join(text))
-    module.verify()
-    engine = llvm.create_mcjit_compiler(module, machine)
-    engine.finalize_object()
-    addresses = tuple([int(engine.get_function_address(export.name)) for export in exports])
-    engine.detach()  # never disposed of
-    return addresses
+        text.append(_entry(export, constant(id(export.body)), constant(id(interrupted))))
+    return assembled("\n".join(text), [export.name for export in exports])
 
 
 def keep_forever(thing: Any) -> None:
@@ -127,11 +116,3 @@ def _entry(export: Export, body: str, interrupted: str) -> str:
         "}",
     ]
     return "\n".join(lines)
-
-
-def _constant(address: int | None) -> str:
-    return f"inttoptr (i64 {address} to ptr)"
-
-
-def _unsigned_long() -> str:
-    return f"i{8 * ctypes.sizeof(ctypes.c_ulong)}"

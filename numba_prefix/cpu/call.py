@@ -10,6 +10,11 @@ from numba_prefix.tiling import round_up
 # rows, accumulators loaded and stored for twice the keys, and the working set of 300 KB still fits an L2 cache.
 BLOCK_M = 128
 BLOCK_N = 128
+# With twice the rows, keys and values are widened half as often: 1.02 times with head size 64, 1.01 with 128 (AVX2, 2,048
+# causal tokens, one thread and two; 384 and 512 rows: 1.00 and 1.01). Larger heads would not leave L2 caches of 512 KB enough.
+TALL_M = 256
+MAX_TALL_HEAD_SIZE = 128
+TALL_TILES_PER_THREAD = 32  # with fewer, threads would wait for the last one longer than that saves
 
 # fmt: off
 (
@@ -19,14 +24,14 @@ BLOCK_N = 128
     SCRATCH_BYTES, Q_TOKEN, Q_HEAD, K_BLOCK, K_SLOT, K_HEAD, V_BLOCK, V_SLOT, V_HEAD, TABLE_ROW, TABLE_COLUMN,
     MASK_HEAD, MASK_ROW, MASK_COLUMN, OUT_TOKEN, OUT_HEAD,
     # counts
-    NUM_ITEMS, KV_HEAD_NUM, GROUP_SIZE, HEAD_SIZE, BLOCK_SIZE,
+    NUM_ITEMS, KV_HEAD_NUM, GROUP_SIZE, HEAD_SIZE, BLOCK_SIZE, TILE_ROWS,
     # codes
     DTYPE, OUT_DTYPE, MASK_DTYPE, BIAS, IS_CAUSAL, HAS_SHIFT,
     # byte offsets in a worker's scratch, and the pitch of its rows of keys and values
     Q_T, K_ROWS, V_ROWS, S, ENTRIES, ACC, STATE, ALPHA, ROW_SLOPES, Q_POS, ORIGIN, LAST, MASK_BASE, ROWS,
     KEY_LIST, VALUE_LIST, KV_LANE, PITCH,
     CALL_LENGTH,
-) = range(58)
+) = range(59)
 # fmt: on
 
 # Places in the float32 array of factors. qk_scale's sign is multiplied into the queries (exactly): units are positive.
@@ -38,10 +43,10 @@ FLOAT16, BFLOAT16, FLOAT32 = range(3)
 NO_BIAS, LINEAR, SQRT, LEFT_ALIGN, TEMPLATE_LINEAR, TEMPLATE_SQRT, TEMPLATE_LEFT_ALIGN, HEADS_MASK = range(len(BIASES))
 
 
-def scratch_layout(head_size: int) -> tuple[dict[int, int], int]:
+def scratch_layout(head_size: int, tile_rows: int) -> tuple[dict[int, int], int]:
     """Byte offsets (by the names above) of one worker's scratch and its size."""
     depth = round_up(head_size, 16)
-    columns = BLOCK_M // 16
+    columns = tile_rows // 16
     # One cache line more than the row: rows a power of two apart would share few cache sets.
     pitch = depth * FLOAT + 64
     sizes = {

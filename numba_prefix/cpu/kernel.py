@@ -8,7 +8,7 @@ import numpy as np
 
 from numba_prefix import tiling
 from numba_prefix.cpu import call as c
-from numba_prefix.cpu.call import BLOCK_M, BLOCK_N
+from numba_prefix.cpu.call import BLOCK_N
 from numba_prefix.cpu.few import attend_few, merge_partials_few, start_few, store_output_few, store_partial_few
 from numba_prefix.cpu.jit import inline, kernel, part
 from numba_prefix.cpu.memory import (
@@ -323,7 +323,8 @@ def drain(call: Any, factors: Any, sequences: Any, runs: Any, work: Any, worker:
         entry, kv_head = work[item // kv_head_num], item % kv_head_num
         sequence = sequences[entry[tiling.SEQUENCE]]
         q_len, m_block = sequence[tiling.Q_LEN], entry[tiling.M_BLOCK]
-        first_row, rows = m_block * BLOCK_M, tiling.rows_in_tile(q_len, group_size, m_block, BLOCK_M)
+        first_row = m_block * call[c.TILE_ROWS]
+        rows = tiling.rows_in_tile(q_len, group_size, m_block, call[c.TILE_ROWS])
         fold_rows = tiling.fold_rows(q_len, group_size, call[c.HEAD_SIZE])
         table = call[c.TABLES] + entry[tiling.SEQUENCE] * call[c.TABLE_ROW]
         k, v = call[c.K] + kv_head * call[c.K_HEAD], call[c.V] + kv_head * call[c.V_HEAD]

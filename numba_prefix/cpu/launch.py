@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 from numba_prefix import tiling
 from numba_prefix.arrays import Tensor
 from numba_prefix.cpu import call as c
+from numba_prefix.cpu import openmp
 from numba_prefix.cpu.features import cpu_name
 from numba_prefix.cpu.jit import kernel
 from numba_prefix.cpu.kernel import drain
@@ -38,6 +39,7 @@ fill_work = kernel(tiling.fill_work)
 # A helper costs about 100 us to wake, in which a thread does this much: with less for each, fewer are woken. Measured: 9
 # MFLOP take 145 us on one thread and 153 us on two.
 FLOPS_PER_WORKER = 8e6
+FLOPS_PER_LENT_WORKER = 0.6e6  # of PyTorch's, which are awake: two threads take 0.93 of one's time with 1.2 MFLOP
 MAX_WORKERS = 512  # helpers sleep for the life of the process: no slip of num_threads may start a million
 # Compiled code is left about this often, so that Ctrl-C is seen; and a guess of one thread's speed to translate it.
 FLOPS_PER_VISIT = 0.05 * 50e9
@@ -93,6 +95,8 @@ class CpuPlan:
     template: NDArray[np.int64]  # [CALL_LENGTH], without addresses and strides
     factors: NDArray[np.float32]  # [FACTORS_LENGTH]
     items_per_visit: int
+    own_workers: int  # of so many, threads that have to be woken are worth it
+    frame: NDArray[np.int64] | None  # what PyTorch's threads are told, if they help
 
     @property
     def workspace_bytes(self) -> int:
@@ -106,17 +110,21 @@ def plan(
     num_threads: int,
     held_blocks: NDArray[np.bool_] | None = None,
     is_part: bool = False,
+    pool: str = "own",
 ) -> CpuPlan:
     """Lengths are int64 [batch], held_blocks bool [batch, max_block_num] (None: all), checked. is_part: lse leaves out what
-    held.part_shift says."""
+    held.part_shift says. pool: whose threads help, as a Context says."""
     make_ready()
-    cut = cut_work(problem, q_len, kv_len, held_blocks, c.BLOCK_M, c.BLOCK_N, (count_work, fill_work))
+    tile_rows = _tile_rows(problem, q_len, kv_len, num_threads)
+    cut = cut_work(problem, q_len, kv_len, held_blocks, tile_rows, c.BLOCK_N, (count_work, fill_work))
     kv_heads = problem.kv_head_num
     num_items = len(cut.work) * kv_heads
     flops = 4.0 * problem.head_size * problem.head_num * float(np.dot(q_len.astype(np.float64), cut.num_held))
-    num_workers = max(1, min(num_threads, MAX_WORKERS, num_items, int(flops / FLOPS_PER_WORKER)))
+    most_workers = min(num_threads, MAX_WORKERS, num_items)
+    own_workers = max(1, min(most_workers, int(flops / FLOPS_PER_WORKER)))
+    num_workers = max(1, min(most_workers, int(flops / FLOPS_PER_LENT_WORKER))) if pool == "torch" else own_workers
     items_per_visit = max(1, int(num_items * min(1.0, FLOPS_PER_VISIT / max(flops, 1.0))))
-    offsets, scratch_bytes = _scratch_layout(problem.head_size)
+    offsets, scratch_bytes = _scratch_layout(problem.head_size, tile_rows)
     layout = workspace_layout(
         cut.split_tiles * kv_heads, cut.partial_f32 * kv_heads, scratch_bytes, num_workers, num_items
     )
@@ -127,12 +135,28 @@ def plan(
     template[c.SCRATCH_BYTES] = layout.scratch_bytes
     template[c.NUM_ITEMS], template[c.KV_HEAD_NUM], template[c.GROUP_SIZE] = num_items, kv_heads, problem.group_size
     template[c.HEAD_SIZE], template[c.BLOCK_SIZE] = problem.head_size, problem.block_size
+    template[c.TILE_ROWS] = tile_rows
     template[c.DTYPE] = c.DTYPE_CODES[problem.dtype]
     template[c.MASK_DTYPE] = c.DTYPE_CODES[problem.mask_dtype] if problem.mask_dtype else 0
     template[c.IS_CAUSAL] = problem.is_causal
     template[c.BIAS], template[c.HAS_SHIFT] = BIASES.index(bias), has_shift(bias, is_part)
     factors = factors_of(problem.qk_scale, bias)
-    return CpuPlan(layout, cut.sequences, cut.runs, cut.work, template, factors, items_per_visit)
+    frame = openmp.frame_of((template, factors, cut.sequences, cut.runs, cut.work)) if pool == "torch" else None
+    return CpuPlan(layout, cut.sequences, cut.runs, cut.work, template, factors, items_per_visit, own_workers, frame)
+
+
+def _tile_rows(problem: Problem, q_len: NDArray[np.int64], kv_len: NDArray[np.int64], num_threads: int) -> int:
+    """Rows of a tile. Of how many threads there are, no bit may depend: tiles are tall only where keys are split as they are in
+    others."""
+    least = c.TALL_TILES_PER_THREAD * num_threads
+    if problem.head_size > c.MAX_TALL_HEAD_SIZE or problem.num_tokens * problem.head_num < c.TALL_M * least:
+        return c.BLOCK_M
+    rows = q_len * problem.group_size
+    in_one_tile, in_enough_tiles = rows <= c.BLOCK_M, rows > c.TALL_M * (tiling.MIN_HEAD_ITEMS - 1)
+    is_never_split = kv_len < 2 * tiling.MIN_SPLIT_KEYS
+    num_tiles = int(np.sum(-(-rows // c.TALL_M))) * problem.kv_head_num
+    is_alike = np.all(in_one_tile | in_enough_tiles | is_never_split) and not np.all(in_one_tile)
+    return c.TALL_M if is_alike and num_tiles >= least else c.BLOCK_M
 
 
 _scratch_layout = functools.cache(c.scratch_layout)
@@ -152,7 +176,11 @@ def bind(plan: CpuPlan, operands: Operands, out: Tensor, lse_address: int) -> ND
 
 
 def run(
-    plan: CpuPlan, bound: NDArray[np.int64], workspace_address: int, memory: Any, num_threads: int | None = None
+    plan: CpuPlan,
+    bound: NDArray[np.int64],
+    workspace_address: int,
+    memory: Any,
+    num_threads: int | None = None,
 ) -> None:
     """Computes what `bound` (from bind) is about. One bound call may run on several threads at once, each with its own
     workspace.
@@ -172,12 +200,21 @@ def run(
     call[c.PARTIALS], call[c.SCRATCH] = base + layout.partials, base + layout.scratch
     arguments = (call, plan.factors, plan.sequences, plan.runs, plan.work)
 
+    def cancel() -> None:
+        ctypes.c_int64.from_address(base).value = CANCELLED
+
     def task(worker: int, memory: Any = memory) -> None:
         try:
             while drain(*arguments, worker, plan.items_per_visit):
                 pass
         except BaseException:
-            ctypes.c_int64.from_address(base).value = CANCELLED
+            cancel()
             raise
 
-    run_together(task, num_workers)
+    lent = openmp.team(drain) if plan.frame is not None and num_workers > 1 else None
+    if plan.frame is None or lent is None or not lent.has(num_workers):
+        run_together(task, min(num_workers, plan.own_workers))
+        return
+    frame = plan.frame.copy()
+    frame[openmp.FIRST_ADDRESS] = openmp.address(call)
+    lent.run(frame, num_workers, task, cancel)

