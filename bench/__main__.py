@@ -21,7 +21,7 @@ from typing import Any
 import numpy as np
 
 import numba_prefix as nbp
-from bench import contenders
+from bench import ceiling, contenders
 from bench.cases import CASES, EXTRA_CASES, Case, make_data
 from numba_prefix.reference import budget, naive
 
@@ -57,6 +57,7 @@ def cold_start() -> dict[str, float]:
 
 
 def line_up(case: Case, dtype: str, num_threads: int, has_vllm: bool) -> tuple[Any, dict[str, contenders.Run]]:
+    """Who is measured. What is named "alone" computes no attention: it is what the micro-kernel or the memory can do."""
     import torch
 
     data = make_data(case, getattr(torch, dtype))
@@ -66,9 +67,19 @@ def line_up(case: Case, dtype: str, num_threads: int, has_vllm: bool) -> tuple[A
     if has_vllm:
         isa = "amx" if dtype == "bfloat16" and torch.cpu._is_amx_tile_supported() else "vec"
         runs[f"vllm {isa}"] = contenders.vllm(data, isa)
+        if dtype != "float32" and contenders.has_sglang():
+            runs["sglang"] = contenders.sglang(data)
+    if case.name == "tiny":
+        runs["ours, one-shot"] = contenders.one_shot(data, num_threads)
     if dtype == "bfloat16":
         slopes = nbp.alibi_slopes(case.head_num)
         runs["ours, alibi"] = contenders.ours(data, "alibi", slopes=slopes, num_threads=num_threads)
+        given = {"mask": torch.from_numpy(nbp.alibi_mask("alibi", "float32")).to(torch.bfloat16), "slopes": -slopes}
+        runs["ours, template"] = contenders.ours(data, "alibi", **given, num_threads=num_threads)
+    if case.is_decode:
+        runs["reading alone"] = ceiling.read(case.kv_bytes(data.key.element_size()), num_threads)
+    else:
+        runs["products alone"] = ceiling.products(case.flops, case.head_size, num_threads)
     return data, runs
 
 
@@ -81,7 +92,7 @@ def gate(dtype: str, num_threads: int, has_vllm: bool) -> dict[str, str]:
     exact, plain = (f(*arguments, qk_scale=scale) for f in (nbp.reference, naive))
     verdicts = {}
     for name, run in runs.items():
-        if "alibi" not in name:
+        if not name.endswith(("alibi", "template", "alone")):
             out = contenders.joined(run())
             verdict = budget(out.numpy() if dtype != "bfloat16" else out.float().numpy(), exact, plain)
             verdicts[name] = f"{'ok' if verdict.ok else 'OVER BUDGET'} {verdict.max_error:.1e}"
@@ -152,6 +163,8 @@ def main() -> None:
     has_vllm = contenders.load_vllm()
     if not has_vllm:
         print("vLLM is skipped: set NUMBA_PREFIX_BENCH_VLLM to its wheel's _C library")
+    elif not contenders.has_sglang():
+        print("SGLang is skipped: vLLM's library for this CPU does not have its kernel")
     record: dict[str, Any] = {"header": header(options.threads), "cold start, s": cold_start(), "gate": {}, "rows": []}
     print(json.dumps({k: record[k] for k in ("header", "cold start, s")}, indent=1, default=str))
     for dtype in options.dtypes:

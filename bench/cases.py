@@ -24,6 +24,11 @@ class Case:
         pairs = sum(q * (kv - q) + q * (q + 1) / 2 for q, kv in zip(self.q_len, self.kv_len, strict=True))
         return 4.0 * self.head_size * self.head_num * pairs
 
+    @property
+    def is_decode(self) -> bool:
+        """Whether every key serves so few rows that reading it is what takes the time."""
+        return max(self.q_len) * self.head_num <= 8 * self.kv_head_num
+
     def kv_bytes(self, item: int) -> float:
         """Every key and value once."""
         return 2.0 * item * sum(self.kv_len) * self.kv_head_num * self.head_size
@@ -40,6 +45,7 @@ CASES = [
 EXTRA_CASES = [
     Case("tiny", (16,), (144,), 8, 8, 128, 128),
     Case("long", (512,), (65536,), 16, 4, 128, 128),
+    Case("decode-long", (1,), (131072,), 32, 8, 128, 128),
     Case(
         "ragged-64",
         tuple(1 + 37 * i % 96 for i in range(64)),

@@ -35,8 +35,20 @@ def ours(data: Data, mask_type: str = "causal", **arguments: Any) -> Run:
     return run
 
 
+def one_shot(data: Data, num_threads: int) -> Run:
+    """Planning included."""
+    case = data.case
+    arrays = data.query, data.key, data.value, data.block_tables, case.q_len, case.kv_len
+
+    def run() -> Any:
+        return nbp.prefix_encoder(*arrays, qk_scale=1 / math.sqrt(case.head_size), num_threads=num_threads)
+
+    return run
+
+
 def load_vllm() -> bool:
-    """vLLM's CPU operators, from $NUMBA_PREFIX_BENCH_VLLM (the wheel's _C.abi3.so) or an installed vllm package."""
+    """vLLM's CPU operators, from $NUMBA_PREFIX_BENCH_VLLM (a _C*.abi3.so of the wheel) or an installed vllm package: the one
+    that this CPU can run."""
     import importlib.util
 
     import torch
@@ -44,12 +56,49 @@ def load_vllm() -> bool:
     path = os.environ.get("NUMBA_PREFIX_BENCH_VLLM")
     if not path:
         spec = importlib.util.find_spec("vllm")
-        found = list(Path(spec.origin).parent.glob("_C*.so")) if spec and spec.origin else []
+        folder = Path(spec.origin).parent if spec and spec.origin else None
+        name = "_C" if torch.cpu._is_avx512_supported() else "_C_AVX2"
+        found = list(folder.glob(f"{name}.*so")) if folder else []
         path = str(found[0]) if found else None
     if not path:
         return False
     torch.ops.load_library(path)
     return True
+
+
+def has_sglang() -> bool:
+    import torch
+
+    return hasattr(torch.ops._C, "extend_attention_cpu")
+
+
+def sglang(data: Data) -> Run:
+    """SGLang's kernel for new tokens behind a prefix, which vLLM's library brings too. It has the cache as one row of slots, a
+    table of the slots of each sequence, and the new tokens' keys and values also side by side."""
+    import torch
+
+    case = data.case
+    blocks, size, heads, depth = data.key.shape
+    k_slots, v_slots = (torch.nan_to_num(x).reshape(blocks * size, heads, depth) for x in (data.key, data.value))
+    slots = torch.zeros(len(case.q_len), max(case.kv_len), dtype=torch.int32)
+    new = []
+    for b, (q_len, kv_len) in enumerate(zip(case.q_len, case.kv_len, strict=True)):
+        pages = data.block_tables[b, : -(-kv_len // size)]
+        slots[b, :kv_len] = (pages[:, None] * size + torch.arange(size, dtype=torch.int32)).flatten()[:kv_len]
+        new.append(slots[b, kv_len - q_len : kv_len].long())
+    k_new, v_new = (x[torch.cat(new)].contiguous() for x in (k_slots, v_slots))
+    starts = torch.tensor([0, *case.q_len[:-1]]).cumsum(0).int()
+    requests, kv_len, q_len = torch.arange(len(case.q_len)), torch.tensor(case.kv_len), torch.tensor(case.q_len).int()
+    out, scale = torch.full_like(data.query, float("nan")), 1 / math.sqrt(depth)
+
+    def run() -> Any:
+        torch.ops._C.extend_attention_cpu(
+            data.query, k_new, v_new, out, k_slots, v_slots, slots, requests, kv_len, q_len, starts, max(case.q_len), scale,
+            0.0, False, -1, None, None, None,
+        )  # fmt: skip
+        return out
+
+    return run
 
 
 def vllm(data: Data, isa: str, slopes: Any = None) -> Run:

@@ -147,9 +147,11 @@ def plan(
 
 def _tile_rows(problem: Problem, q_len: NDArray[np.int64], kv_len: NDArray[np.int64], num_threads: int) -> int:
     """Rows of a tile. Of how many threads there are, no bit may depend: tiles are tall only where keys are split as they are in
-    others."""
+    others. Nor may one tile keep Ctrl-C waiting."""
     least = c.TALL_TILES_PER_THREAD * num_threads
     if problem.head_size > c.MAX_TALL_HEAD_SIZE or problem.num_tokens * problem.head_num < c.TALL_M * least:
+        return c.BLOCK_M
+    if 4.0 * c.TALL_M * problem.head_size * float(kv_len.max()) > FLOPS_PER_VISIT:
         return c.BLOCK_M
     rows = q_len * problem.group_size
     in_one_tile, in_enough_tiles = rows <= c.BLOCK_M, rows > c.TALL_M * (tiling.MIN_HEAD_ITEMS - 1)

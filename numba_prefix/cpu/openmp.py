@@ -19,6 +19,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from numba_prefix.assembly import address_of, assembled, constant
+from numba_prefix.uninterrupted import uninterrupted
 
 # A frame is what OpenMP's threads are told: int64, these places, and the kernel's arguments from ARGUMENTS on. PROCESS has
 # entered and not left, or is 0: a child that it forks meanwhile has no threads to wait for.
@@ -109,7 +110,7 @@ def team(kernel: Any) -> Team | None:
 @functools.cache
 def _team(torch: str, kernel: Any) -> Team | None:
     library = _library(Path(torch).parent / "lib" / "libtorch_cpu.so")
-    return None if library is None else Team(library, kernel)
+    return None if library is None else uninterrupted(lambda: Team(library, kernel))
 
 
 def _library(path: Path) -> ctypes.CDLL | None:

@@ -1,0 +1,94 @@
+"""What no kernel can pass on this machine, in the same run: the micro-kernel alone on tiles that stay in the cache, and reading
+the keys and values once, in order."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import numpy as np
+
+from numba_prefix.cpu.call import BLOCK_N
+from numba_prefix.cpu.jit import kernel
+from numba_prefix.cpu.memory import load_f32, splat_f32, store_f32
+from numba_prefix.cpu.vector import COLUMN_ROW, FLOAT, MR, NV, output_product, score_product
+
+ROWS = 16 * NV
+UNROLLED = 8  # vectors
+ZERO = np.float32(0.0)
+
+
+def _products(k: Any, v: Any, q: Any, s: Any, acc: Any, alpha: Any, pitch: Any, head_size: Any, count: Any) -> None:
+    """`count` times the score and output products of one strip with BLOCK_N keys."""
+    for _ in range(count):
+        for j in range(0, BLOCK_N, MR):
+            score_product(
+                k + j * pitch, pitch, q, head_size * COLUMN_ROW, head_size, s + j * COLUMN_ROW, BLOCK_N * COLUMN_ROW, 0
+            )
+        for i in range(0, head_size, MR):
+            output_product(
+                v + FLOAT * i,
+                pitch,
+                s,
+                BLOCK_N * COLUMN_ROW,
+                BLOCK_N,
+                acc + i * COLUMN_ROW,
+                head_size * COLUMN_ROW,
+                alpha,
+            )
+
+
+def _read(address: Any, num_bytes: Any, to: Any) -> None:
+    """Sums of all that is there: the compiler may leave no load out."""
+    totals = (splat_f32(ZERO), splat_f32(ZERO), splat_f32(ZERO), splat_f32(ZERO))
+    for at in range(0, num_bytes, 4 * COLUMN_ROW):
+        totals = (
+            totals[0] + load_f32(address + at),
+            totals[1] + load_f32(address + at + COLUMN_ROW),
+            totals[2] + load_f32(address + at + 2 * COLUMN_ROW),
+            totals[3] + load_f32(address + at + 3 * COLUMN_ROW),
+        )
+    store_f32(to, totals[0] + totals[1] + totals[2] + totals[3])
+
+
+_kernels: dict[str, Any] = {}
+
+
+def _compiled(function: Callable[..., Any]) -> Any:
+    if function.__name__ not in _kernels:
+        _kernels[function.__name__] = kernel(function)
+    return _kernels[function.__name__]
+
+
+def products(flops: float, head_size: int, num_threads: int) -> Callable[[], Any]:
+    """A run of about so many flops, by the micro-kernel alone."""
+    run, pitch = _compiled(_products), head_size * FLOAT + 64
+    count = max(1, round(flops / num_threads / (4 * ROWS * BLOCK_N * head_size)))
+    rng = np.random.default_rng(0)
+    sizes = (BLOCK_N * pitch, BLOCK_N * pitch, NV * head_size * COLUMN_ROW, NV * BLOCK_N * COLUMN_ROW)
+    arguments, buffers = [], []
+    for _ in range(num_threads):
+        arrays = [rng.standard_normal(size // FLOAT, np.float32) for size in (*sizes, NV * head_size * COLUMN_ROW)]
+        arrays.append(np.zeros(ROWS, np.float32))  # alpha: the sums do not grow
+        buffers.append(arrays)
+        arguments.append((*(a.ctypes.data for a in arrays), pitch, head_size, count))
+    return _together(run, arguments, buffers)
+
+
+def read(num_bytes: float, num_threads: int) -> Callable[[], Any]:
+    """A run that reads so many bytes of memory, each once."""
+    run, share = _compiled(_read), int(num_bytes / num_threads) // (4 * COLUMN_ROW) * 4 * COLUMN_ROW
+    buffers = [(np.ones(share // FLOAT, np.float32), np.empty(16, np.float32)) for _ in range(num_threads)]
+    return _together(run, [(a.ctypes.data, share, to.ctypes.data) for a, to in buffers], buffers)
+
+
+def _together(run: Any, arguments: list[Any], memory: Any) -> Callable[[], Any]:
+    pool = ThreadPoolExecutor(len(arguments))
+
+    def call() -> Any:
+        list(pool.map(lambda given: run(*given), arguments))
+        return memory
+
+    call()
+    return call
