@@ -14,7 +14,7 @@ from numba.extending import intrinsic
 
 from numba_prefix.cpu.features import features
 from numba_prefix.cpu.lanes import F32, I32, I64, LANES, call, f32x16, splat
-from numba_prefix.cpu.memory import I16X16, bf16_to_f32, f16_to_f32, pointer
+from numba_prefix.cpu.memory import I16X16, bf16_to_f32, emit_prefetch, f16_to_f32, pointer
 
 # Accumulators kept in registers at a time: 16 where there are 32 vector registers of 16 lanes, 4 elsewhere.
 DOTS = 16 if "avx512f" in features() else 4
@@ -67,10 +67,13 @@ def _sum_lanes(builder: ir.IRBuilder, vectors: list[ir.Value]) -> ir.Value:
 
 
 def _emit_scores(builder: ir.IRBuilder, args: Any, rows: int, dtype: str) -> None:
-    keys, q, q_pitch, depth, s = args
+    keys, values, q, q_pitch, depth, s = args
     item = 64 if dtype == "float32" else 32
     offset = lambda base, i: builder.add(base, ir.Constant(I64, i))  # noqa: E731
-    sources = [builder.load(pointer(builder, offset(keys, 8 * i), I64), align=8) for i in range(LANES // rows)]
+    sources, asked_for = (
+        [builder.load(pointer(builder, offset(listed, 8 * i), I64), align=8) for i in range(LANES // rows)]
+        for listed in (keys, values)
+    )
     q_rows = [builder.add(q, builder.mul(q_pitch, ir.Constant(I64, r))) for r in range(rows)]
     sums: list[ir.Value] = []
     for first in range(0, LANES, DOTS):
@@ -78,6 +81,8 @@ def _emit_scores(builder: ir.IRBuilder, args: Any, rows: int, dtype: str) -> Non
 
         def body(i: ir.Value, acc: list[ir.Value], lanes: range = lanes) -> list[ir.Value]:
             at_k, at_q = (builder.mul(i, ir.Constant(I64, size)) for size in (item, 64))
+            for x in sorted({x // rows for x in lanes}):
+                emit_prefetch(builder, builder.add(asked_for[x], at_k))
             k = {x: _load_row(builder, dtype, builder.add(sources[x], at_k)) for x in {x // rows for x in lanes}}
             q = {r: _load_row(builder, "float32", builder.add(q_rows[r], at_q)) for r in {x % rows for x in lanes}}
             return [
@@ -96,7 +101,7 @@ def _emit_values(builder: ir.IRBuilder, args: Any, rows: int, dtype: str, column
 
 
 def _emit_value_rows(builder: ir.IRBuilder, args: Any, rows: int, some: range, dtype: str, columns: int) -> None:
-    sources, offset, p, num_keys, acc, acc_pitch, alpha = args
+    sources, next_keys, offset, p, num_keys, acc, acc_pitch, alpha = args
     item = 64 if dtype == "float32" else 32
     blocks = [(r, x) for r in some for x in range(columns)]
     constant = lambda value: ir.Constant(I64, value)  # noqa: E731
@@ -108,6 +113,12 @@ def _emit_value_rows(builder: ir.IRBuilder, args: Any, rows: int, some: range, d
     def body(j: ir.Value, totals: list[ir.Value]) -> list[ir.Value]:
         row = builder.load(pointer(builder, builder.add(sources, builder.mul(j, constant(8))), I64), align=8)
         start = builder.add(row, offset)
+        if 0 in some:
+            asked_for = builder.load(
+                pointer(builder, builder.add(next_keys, builder.mul(j, constant(8))), I64), align=8
+            )
+            for x in range(columns):
+                emit_prefetch(builder, builder.add(builder.add(asked_for, offset), constant(item * x)))
         v = [_load_row(builder, dtype, builder.add(start, constant(item * x))) for x in range(columns)]
         p_row = builder.add(p, builder.mul(j, constant(4 * rows)))
         weights = {r: scalar(p_row, r) for r in some}
@@ -136,44 +147,45 @@ def _switch(builder: ir.IRBuilder, code: ir.Value, emit: Any) -> None:
 
 
 @intrinsic
-def score_vector(typingctx: Any, code: Any, keys: Any, q: Any, q_pitch: Any, depth: Any, s: Any) -> Any:
+def score_vector(typingctx: Any, code: Any, keys: Any, values: Any, q: Any, q_pitch: Any, depth: Any, s: Any) -> Any:
     """The 16 products of 16 / R keys with all R rows, one vector at s.
 
-    code: few.variant; keys: address of a list of row addresses; q: float32 rows, q_pitch bytes apart; depth: head_size
-    / 16.
+    code: few.variant; keys: address of a list of row addresses; values: of rows that are needed next, which it asks for; q:
+    float32 rows, q_pitch bytes apart; depth: head_size / 16.
     """
 
     def codegen(context: Any, builder: Any, sig: Any, args: Any) -> Any:
         _switch(builder, args[0], lambda rows, dtype: _emit_scores(builder, args[1:], rows, dtype))
         return context.get_dummy_value()
 
-    return types.void(*[types.int64] * 6), codegen
+    return types.void(*[types.int64] * 7), codegen
 
 
 @intrinsic
 def add_values(
-    typingctx: Any, code: Any, sources: Any, offset: Any, p: Any, num_keys: Any, acc: Any, acc_pitch: Any, alpha: Any,
-    is_wide: Any,
+    typingctx: Any, code: Any, sources: Any, next_keys: Any, offset: Any, p: Any, num_keys: Any, acc: Any, acc_pitch: Any,
+    alpha: Any, is_wide: Any,
 ) -> Any:  # fmt: skip
     """acc[row, x] = alpha[row] * acc[row, x] + sum over keys of p[key, row] * V[key, x], for 16 x; if wide, for
     VALUE_COLUMNS[R] times as many.
 
-    code: few.variant; sources: address of a list of row addresses; offset: bytes into each row; p: float32 [num_keys, R];
-    alpha: float32 [R]. The sum over keys starts at zero, as in cpu/vector.py.
+    code: few.variant; sources: address of a list of row addresses; next_keys: of rows that are needed next, which it asks for;
+    offset: bytes into each row; p: float32 [num_keys, R]; alpha: float32 [R]. The sum over keys starts at zero, as in
+    cpu/vector.py.
     """
 
     def codegen(context: Any, builder: Any, sig: Any, args: Any) -> Any:
         wide, narrow, after = (builder.append_basic_block(f"values.{name}") for name in ("wide", "narrow", "end"))
-        builder.cbranch(args[8], wide, narrow)
+        builder.cbranch(args[9], wide, narrow)
         for block, columns in ((wide, VALUE_COLUMNS), (narrow, dict.fromkeys(FOLD_ROWS, 1))):
             builder.position_at_end(block)
 
             def emit(rows: int, dtype: str, columns: dict[int, int] = columns) -> None:
-                _emit_values(builder, args[1:8], rows, dtype, columns[rows])
+                _emit_values(builder, args[1:9], rows, dtype, columns[rows])
 
             _switch(builder, args[0], emit)
             builder.branch(after)
         builder.position_at_end(after)
         return context.get_dummy_value()
 
-    return types.void(*[types.int64] * 8, types.boolean), codegen
+    return types.void(*[types.int64] * 9, types.boolean), codegen

@@ -12,7 +12,7 @@ import numpy as np
 
 from numba_prefix import tiling
 from numba_prefix.cpu import call as c
-from numba_prefix.cpu.call import BLOCK_N
+from numba_prefix.cpu.call import FEW_N
 from numba_prefix.cpu.dots import VALUE_COLUMNS, add_values, score_vector
 from numba_prefix.cpu.jit import inline, part
 from numba_prefix.cpu.memory import (
@@ -31,7 +31,7 @@ from numba_prefix.cpu.memory import (
     store1_i32,
     store_f32,
 )
-from numba_prefix.cpu.rows import item_bytes, list_rows, load_any, load_query, narrow_row, prefetch_rows
+from numba_prefix.cpu.rows import item_bytes, list_rows, load_any, load_query, narrow_row
 from numba_prefix.cpu.scores import gather_entries, score_column, weigh_column
 from numba_prefix.cpu.state import lse_of_column, out_address, partial_address, set_lane, store_lse
 from numba_prefix.cpu.vector import COLUMN_ROW
@@ -93,21 +93,17 @@ def score_few(
     kv_pos: Any,
     num_keys: Any,
     keys: Any,
-    next_keys: Any,
     scratch: Any,
 ) -> None:
-    """Products, rule chain and weights of num_keys keys; leaves alpha. Asks for the values that come next and for the
-    keys after them: rows of one head are too far apart for the hardware to see them coming."""
+    """Products, rule chain and weights of num_keys keys; leaves alpha. Asks for the values that come next: rows of one head
+    are too far apart for the hardware to see them coming."""
     s, values = scratch + call[c.S], scratch + call[c.VALUE_LIST]
-    row_bytes = call[c.HEAD_SIZE] * item_bytes(call[c.DTYPE])
     step = 16 // fold_rows
     num_vectors = tiling.ceil_div(num_keys, step)
     code, depth = variant(call, fold_rows), call[c.HEAD_SIZE] >> 4
     for i in range(num_vectors):
-        prefetch_rows(values + 8 * i * step, step, row_bytes)
-        prefetch_rows(next_keys + 8 * i * step, step, row_bytes)
-        at = i * step
-        score_vector(code, keys + 8 * at, scratch + call[c.Q_T], call[c.PITCH], depth, s + i * COLUMN_ROW)
+        at = 8 * i * step
+        score_vector(code, keys + at, values + at, scratch + call[c.Q_T], call[c.PITCH], depth, s + i * COLUMN_ROW)
     origin, last = load_i32(scratch + call[c.ORIGIN]), load_i32(scratch + call[c.LAST])
     # The lanes of a vector that is not full are keys past the block: of the same sequence, where its keys are not all held.
     block_end = splat_i32(kv_pos + num_keys - 1)
@@ -141,19 +137,20 @@ def variant(call: Any, fold_rows: Any) -> Any:
 
 
 @part
-def output_few(call: Any, fold_rows: Any, num_keys: Any, scratch: Any) -> None:
+def output_few(call: Any, fold_rows: Any, num_keys: Any, next_keys: Any, scratch: Any) -> None:
+    """Asks for the keys of the next block meanwhile."""
     head_size, item = call[c.HEAD_SIZE], item_bytes(call[c.DTYPE])
     width = WIDTH_1 if fold_rows == 1 else WIDTH_4 if fold_rows == 4 else WIDTH_8
     code = variant(call, fold_rows)
     wide = head_size // width * width
     for i in range(0, wide, width):
         add_values(
-            code, scratch + call[c.VALUE_LIST], i * item, scratch + call[c.S], num_keys,
+            code, scratch + call[c.VALUE_LIST], next_keys, i * item, scratch + call[c.S], num_keys,
             scratch + call[c.ACC] + 4 * i, call[c.PITCH], scratch + call[c.ALPHA], True,
         )  # fmt: skip
     for i in range(wide, head_size, 16):
         add_values(
-            code, scratch + call[c.VALUE_LIST], i * item, scratch + call[c.S], num_keys,
+            code, scratch + call[c.VALUE_LIST], next_keys, i * item, scratch + call[c.S], num_keys,
             scratch + call[c.ACC] + 4 * i, call[c.PITCH], scratch + call[c.ALPHA], False,
         )  # fmt: skip
 
@@ -203,23 +200,23 @@ def attend_few(
     kv_idx, n_end = entry[tiling.N_BEGIN], entry[tiling.N_END]
     run = tiling.run_of_key(runs, sequence, kv_idx)
     kv_pos = tiling.kv_pos_of_key(runs, run, kv_idx)
-    num_keys = tiling.keys_in_block(runs, run, kv_idx, n_end, BLOCK_N)
+    num_keys = tiling.keys_in_block(runs, run, kv_idx, n_end, FEW_N)
     keys, values = scratch + call[c.KEY_LIST], scratch + call[c.VALUE_LIST]
-    next_keys = keys + 8 * BLOCK_N
-    list_rows(call, k, call[c.K_BLOCK], call[c.K_SLOT], table, kv_pos, num_keys, keys)
+    next_keys = keys + 8 * FEW_N
+    list_rows(call, k, call[c.K_BLOCK], call[c.K_SLOT], table, kv_pos, num_keys, FEW_N, keys)
     while kv_idx < n_end:
-        list_rows(call, v, call[c.V_BLOCK], call[c.V_SLOT], table, kv_pos, num_keys, values)
+        list_rows(call, v, call[c.V_BLOCK], call[c.V_SLOT], table, kv_pos, num_keys, FEW_N, values)
         kv_idx += num_keys
         run = tiling.run_of_key(runs, sequence, kv_idx)
         next_pos = tiling.kv_pos_of_key(runs, run, kv_idx)
-        next_count = tiling.keys_in_block(runs, run, kv_idx, n_end, BLOCK_N)
-        list_rows(call, k, call[c.K_BLOCK], call[c.K_SLOT], table, next_pos, next_count, next_keys)
+        next_count = tiling.keys_in_block(runs, run, kv_idx, n_end, FEW_N)
+        list_rows(call, k, call[c.K_BLOCK], call[c.K_SLOT], table, next_pos, next_count, FEW_N, next_keys)
         is_edge = np.int64(load1_i32(scratch + call[c.LAST])) < kv_pos + num_keys - 1
-        score_few(call, factors, fold_rows, is_edge, kv_pos, num_keys, keys, next_keys, scratch)
+        score_few(call, factors, fold_rows, is_edge, kv_pos, num_keys, keys, scratch)
         if is_edge and has_special_few(call, num_keys, scratch):
             careful_few(call, fold_rows, kv_pos, num_keys, scratch)
         else:
-            output_few(call, fold_rows, num_keys, scratch)
+            output_few(call, fold_rows, num_keys, next_keys, scratch)
         keys, next_keys = next_keys, keys
         kv_pos, num_keys = next_pos, next_count
 

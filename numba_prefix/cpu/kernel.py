@@ -179,8 +179,8 @@ def list_next(
     run = tiling.run_of_key(runs, sequence, kv_idx)
     kv_pos = tiling.kv_pos_of_key(runs, run, kv_idx)
     num_keys = tiling.keys_in_block(runs, run, kv_idx, n_end, BLOCK_N)
-    list_rows(call, k, call[c.K_BLOCK], call[c.K_SLOT], table, kv_pos, num_keys, scratch + call[c.KEY_LIST])
-    list_rows(call, v, call[c.V_BLOCK], call[c.V_SLOT], table, kv_pos, num_keys, scratch + call[c.VALUE_LIST])
+    list_rows(call, k, call[c.K_BLOCK], call[c.K_SLOT], table, kv_pos, num_keys, num_keys, scratch + call[c.KEY_LIST])
+    list_rows(call, v, call[c.V_BLOCK], call[c.V_SLOT], table, kv_pos, num_keys, num_keys, scratch + call[c.VALUE_LIST])
     return num_keys
 
 

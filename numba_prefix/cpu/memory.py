@@ -314,16 +314,18 @@ def _fpcr(builder: ir.IRBuilder, verb: str, kind: ir.FunctionType) -> ir.Value:
     return cgutils.get_or_insert_function(builder.module, kind, f"llvm.aarch64.{verb}.fpcr")
 
 
+def emit_prefetch(builder: ir.IRBuilder, address: ir.Value) -> None:
+    """Asks for the cache line at an address, to be read; never faults."""
+    byte = ir.IntType(8).as_pointer()
+    kind = ir.FunctionType(ir.VoidType(), [byte, I32, I32, I32])
+    function = builder.module.declare_intrinsic("llvm.prefetch", (byte,), kind)
+    builder.call(function, [builder.inttoptr(address, byte), *(ir.Constant(I32, v) for v in (0, 3, 1))])
+
+
 @intrinsic
 def prefetch(typingctx: Any, address: Any) -> Any:
-    """Asks for the cache line at an address, to be read; never faults."""
-
     def codegen(context: Any, builder: Any, sig: Any, args: Any) -> Any:
-        byte = ir.IntType(8).as_pointer()
-        kind = ir.FunctionType(ir.VoidType(), [byte, I32, I32, I32])
-        function = builder.module.declare_intrinsic("llvm.prefetch", (byte,), kind)
-        flags = [ir.Constant(I32, v) for v in (0, 3, 1)]
-        builder.call(function, [builder.inttoptr(args[0], byte), *flags])
+        emit_prefetch(builder, args[0])
         return context.get_dummy_value()
 
     return types.void(types.int64), codegen

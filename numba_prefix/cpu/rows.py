@@ -7,7 +7,6 @@ from typing import Any
 import numpy as np
 
 from numba_prefix.cpu import call as c
-from numba_prefix.cpu.call import BLOCK_N
 from numba_prefix.cpu.jit import inline, part
 from numba_prefix.cpu.memory import (
     any_lane,
@@ -168,9 +167,17 @@ def load_pages(
 
 @part
 def list_rows(
-    call: Any, cache: Any, block_stride: Any, slot_stride: Any, table: Any, kv_pos: Any, num_keys: Any, target: Any
+    call: Any,
+    cache: Any,
+    block_stride: Any,
+    slot_stride: Any,
+    table: Any,
+    kv_pos: Any,
+    num_keys: Any,
+    length: Any,
+    target: Any,
 ) -> None:
-    """Addresses int64 of the rows of num_keys keys from kv_pos on, then up to BLOCK_N the last one again (or the cache
+    """Addresses int64 of the rows of num_keys keys from kv_pos on, then up to `length` the last one again (or the cache
     itself, if there is none)."""
     block_size = call[c.BLOCK_SIZE]
     done = 0
@@ -185,7 +192,7 @@ def list_rows(
             store1_i64(target + 8 * (done + i), address + i * slot_stride)
         address += (page_keys - 1) * slot_stride
         done += page_keys
-    for i in range(done, BLOCK_N):
+    for i in range(done, length):
         store1_i64(target + 8 * i, address)
 
 
