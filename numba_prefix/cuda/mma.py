@@ -44,8 +44,10 @@ BLOCK_M = 16 * WARPS
 CHUNK = 16  # bytes that are copied at once
 ZERO = np.float32(0.0)
 MAX_KEPT_HEAD_DIM = 128  # of larger heads, queries are read from shared memory for every key tile: registers are short
-# With a mask that is read, larger heads take fewer keys at once: else 36 to 132 bytes are spilled.
+# With a mask that is read, larger heads take fewer keys at once (else 36 to 132 bytes are spilled), and still larger ones do
+# not keep queries either (else 12 to 36 bytes on cc 10.0 and 12.0).
 MAX_WIDE_WITH_MASK = 32
+MAX_KEPT_WITH_MASK = 96
 
 
 def make(spec: c.KernelSpec) -> c.Source:
@@ -57,7 +59,7 @@ def make(spec: c.KernelSpec) -> c.Source:
     STEPS, KEY_PAIRS, DIM_PAIRS = HEAD_DIM // 16, BLOCK_N // 16, HEAD_DIM // 16
     # Loops over acc are short, or in halves: long ones LLVM unrolls too late to keep what they index in registers.
     Q_SIZE, ACC_SIZE, S_SIZE, P_SIZE = 4 * STEPS, 8 * DIM_PAIRS, 8 * KEY_PAIRS, 4 * KEY_PAIRS
-    KEEPS_Q = HEAD_DIM <= MAX_KEPT_HEAD_DIM
+    KEEPS_Q = HEAD_DIM <= (MAX_KEPT_WITH_MASK if spec.mask_dtype else MAX_KEPT_HEAD_DIM)
     IS_ALIGNED = spec.is_aligned
     SWIZZLE_SHIFT, SWIZZLE_MASK = (0, 7) if HEAD_DIM % 64 == 0 else (1, 3)
     halves = halves_of(spec.dtype)
