@@ -74,6 +74,7 @@ class Soak:
     seconds: float
     num_threads: int = 4
     seed: int = 0
+    distinct: int = 1 << 30  # problems: a short run has seen the largest of few of them before memory is judged
     calls: int = 0
     rss: list[float] = field(default_factory=list)
     errors: list[str] = field(default_factory=list)
@@ -81,7 +82,7 @@ class Soak:
     def worker(self, index: int, end: float) -> None:
         rng = random.Random(f"{self.seed} {index}")
         while time.monotonic() < end and not self.errors:
-            seed = rng.randrange(1 << 30)
+            seed = rng.randrange(self.distinct)
             try:
                 case = random_problem(seed)
                 out, lse = run(case, "cpu", num_threads=rng.randrange(1, 5), return_lse=True)
@@ -133,8 +134,9 @@ def main() -> int:
     parser.add_argument("--minutes", type=float, default=20.0)
     parser.add_argument("--threads", type=int, default=4)
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--distinct", type=int, default=1 << 30, help="how many different problems to draw from")
     given = parser.parse_args()
-    soak = Soak(60 * given.minutes, given.threads, given.seed).run()
+    soak = Soak(60 * given.minutes, given.threads, given.seed, given.distinct).run()
     samples = ", ".join(f"{x:.0f}" for x in soak.rss[:: max(1, len(soak.rss) // 20)])
     print(f"{soak.calls} problems; resident MB over time: {samples}; growth {soak.growth_mb:+.1f} MB")
     print(soak.verdict or "no wrong bit, memory flat")

@@ -17,6 +17,7 @@ def test_soak() -> None:
 
     with fault("soak"):
         command = [sys.executable, "-X", "faulthandler", str(TESTS / "soak.py"), "--minutes", str(10 / 60)]
+        command += ["--distinct", "50"]
         pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
         output = finish(subprocess.Popen(command, env=environment(), **pipes))
         assert int(output.split()[0]) > 50, output
