@@ -59,7 +59,8 @@ def make(spec: c.KernelSpec) -> c.Source:
     STEPS, KEY_PAIRS, DIM_PAIRS = HEAD_DIM // 16, BLOCK_N // 16, HEAD_DIM // 16
     # Loops over acc are short, or in halves: long ones LLVM unrolls too late to keep what they index in registers.
     Q_SIZE, ACC_SIZE, S_SIZE, P_SIZE = 4 * STEPS, 8 * DIM_PAIRS, 8 * KEY_PAIRS, 4 * KEY_PAIRS
-    KEEPS_Q = HEAD_DIM <= (MAX_KEPT_WITH_MASK if spec.mask_dtype else MAX_KEPT_HEAD_DIM)
+    LARGEST_KEPT = MAX_KEPT_WITH_MASK if spec.mask_dtype else MAX_KEPT_HEAD_DIM
+    KEEPS_Q = HEAD_DIM <= LARGEST_KEPT
     IS_ALIGNED = spec.is_aligned
     SWIZZLE_SHIFT, SWIZZLE_MASK = (0, 7) if HEAD_DIM % 64 == 0 else (1, 3)
     halves = halves_of(spec.dtype)
