@@ -3,6 +3,7 @@ the keys and values once, in order."""
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -15,7 +16,6 @@ from numba_prefix.cpu.memory import load_f32, splat_f32, store_f32
 from numba_prefix.cpu.vector import COLUMN_ROW, FLOAT, MR, NV, output_product, score_product
 
 ROWS = 16 * NV
-UNROLLED = 8  # vectors
 ZERO = np.float32(0.0)
 
 
@@ -52,13 +52,7 @@ def _read(address: Any, num_bytes: Any, to: Any) -> None:
     store_f32(to, totals[0] + totals[1] + totals[2] + totals[3])
 
 
-_kernels: dict[str, Any] = {}
-
-
-def _compiled(function: Callable[..., Any]) -> Any:
-    if function.__name__ not in _kernels:
-        _kernels[function.__name__] = kernel(function)
-    return _kernels[function.__name__]
+_compiled = functools.cache(kernel)
 
 
 def products(flops: float, head_size: int, num_threads: int) -> Callable[[], Any]:
