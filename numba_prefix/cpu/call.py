@@ -17,8 +17,8 @@ MAX_TALL_HEAD_SIZE = 128
 TALL_TILES_PER_THREAD = 32  # with fewer, threads would wait for the last one longer than that saves
 
 # Keys that few rows (decode) are computed with at once: rows of one head lie a power of two apart, so that few cache sets hold
-# them. 4 rows of head size 128 from memory: 216 to 228 ns a key with 128, 193 to 213 with 64, 183 to 213 with 32
-# (float32); 152, 137 to 160 and 132 (float16). With 32 there is twice as much to do between blocks, which faster CPUs than that one would notice.
+# them. 4 rows of head size 128 from memory, ns a key with 128, 64 and 32: 216 to 228, 193 to 213 and 183 to 213 (float32); 152,
+# 137 to 160 and 132 (float16). With 32 there is twice as much to do between blocks, which faster CPUs would notice.
 FEW_N = 64
 
 # fmt: off
