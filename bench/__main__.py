@@ -23,6 +23,7 @@ import numpy as np
 import numba_prefix as nbp
 from bench import ceiling, contenders
 from bench.cases import CASES, EXTRA_CASES, Case, make_data
+from numba_prefix.cpu import isa
 from numba_prefix.reference import budget, naive
 
 COLD = """
@@ -63,10 +64,14 @@ def line_up(case: Case, dtype: str, num_threads: int, has_vllm: bool) -> tuple[A
     data = make_data(case, getattr(torch, dtype))
     runs = {"ours": contenders.ours(data, num_threads=num_threads)}
     runs["ours, 1 thread"] = contenders.ours(data, num_threads=1)
+    taken = isa.path_of(dtype)
+    for path in isa.PATHS[isa.PATHS.index(taken) + 1 :]:
+        if dtype in isa.DTYPES[path] and not isa.obstacle(path):
+            runs[f"ours, {path}"] = contenders.ours(data, path=path, num_threads=num_threads)
     runs["sdpa"] = contenders.sdpa(data)
     if has_vllm:
-        isa = "amx" if dtype == "bfloat16" and torch.cpu._is_amx_tile_supported() else "vec"
-        runs[f"vllm {isa}"] = contenders.vllm(data, isa)
+        theirs = "amx" if dtype == "bfloat16" and torch.cpu._is_amx_tile_supported() else "vec"
+        runs[f"vllm {theirs}"] = contenders.vllm(data, theirs)
         if dtype != "float32" and contenders.has_sglang():
             runs["sglang"] = contenders.sglang(data)
     if case.name == "tiny":
@@ -79,7 +84,7 @@ def line_up(case: Case, dtype: str, num_threads: int, has_vllm: bool) -> tuple[A
     if case.is_decode:
         runs["reading alone"] = ceiling.read(case.kv_bytes(data.key.element_size()), num_threads)
     else:
-        runs["products alone"] = ceiling.products(case.flops, case.head_size, num_threads)
+        runs["products alone"] = ceiling.products(case.flops, taken, dtype, case.head_size, num_threads)
     return data, runs
 
 

@@ -10,9 +10,13 @@ from typing import Any
 
 import numpy as np
 
-from numba_prefix.cpu.call import BLOCK_N
+from numba_prefix.cpu import call as c
+from numba_prefix.cpu import isa
+from numba_prefix.cpu.call import BLOCK_N, STRIP
 from numba_prefix.cpu.jit import kernel
 from numba_prefix.cpu.memory import load_f32, splat_f32, store_f32
+from numba_prefix.cpu.pairs import STEP_N
+from numba_prefix.cpu.paths import layout_of, steps_of
 from numba_prefix.cpu.vector import COLUMN_ROW, FLOAT, MR, NV, output_product, score_product
 
 ROWS = 16 * NV
@@ -55,8 +59,10 @@ def _read(address: Any, num_bytes: Any, to: Any) -> None:
 _compiled = functools.cache(kernel)
 
 
-def products(flops: float, head_size: int, num_threads: int) -> Callable[[], Any]:
-    """A run of about so many flops, by the micro-kernel alone."""
+def products(flops: float, path: str, dtype: str, head_size: int, num_threads: int) -> Callable[[], Any]:
+    """A run of about so many flops, by a path's micro-kernels alone."""
+    if path != isa.VECTOR:
+        return _pair_products(flops, path, dtype, head_size, num_threads)
     run, pitch = _compiled(_products), head_size * FLOAT + 64
     count = max(1, round(flops / num_threads / (4 * ROWS * BLOCK_N * head_size)))
     rng = np.random.default_rng(0)
@@ -68,6 +74,35 @@ def products(flops: float, head_size: int, num_threads: int) -> Callable[[], Any
         buffers.append(arrays)
         arguments.append((*(a.ctypes.data for a in arrays), pitch, head_size, count))
     return _together(run, arguments, buffers)
+
+
+@functools.cache
+def _pair_kernel(path: str) -> Any:
+    steps = steps_of(path)
+    score_step, output_step, enter, leave = steps.score_step, steps.output_step, steps.enter, steps.leave
+
+    def products(call: Any, scratch: Any, count: Any) -> None:
+        """`count` times the score and output products of one strip with BLOCK_N keys."""
+        acc, alpha = scratch + call[c.ACC], scratch + call[c.ALPHA]
+        enter()
+        for _ in range(count):
+            for key in range(0, BLOCK_N, STEP_N):
+                score_step(call, scratch + call[c.Q_T], key, STRIP, scratch + call[c.S], scratch)
+            output_step(call, scratch + call[c.P], BLOCK_N, 0, call[c.HEAD_SIZE], STRIP, acc, alpha, scratch)
+        leave()
+
+    return kernel(products)
+
+
+def _pair_products(flops: float, path: str, dtype: str, head_size: int, num_threads: int) -> Callable[[], Any]:
+    """All zeros: bfloat16 products take the same time whatever the values."""
+    offsets, size = layout_of(path, dtype, head_size, 16 * STRIP)
+    call = np.zeros(c.CALL_LENGTH, np.int64)
+    for place, value in {**offsets, c.HEAD_SIZE: head_size}.items():
+        call[place] = value
+    count = max(1, round(flops / num_threads / (4 * 16 * STRIP * BLOCK_N * head_size)))
+    buffers = [np.zeros(size, np.uint8) for _ in range(num_threads)]
+    return _together(_pair_kernel(path), [(call, b.ctypes.data, count) for b in buffers], buffers)
 
 
 def read(num_bytes: float, num_threads: int) -> Callable[[], Any]:

@@ -3,29 +3,47 @@ call on the same data; what a peer prepares beforehand (its own cache layout, ga
 
 from __future__ import annotations
 
+import contextlib
 import math
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import numba_prefix as nbp
 from bench.cases import Data
+from numba_prefix.cpu import isa
 
 Run = Callable[[], Any]
 
 
-def ours(data: Data, mask_type: str = "causal", **arguments: Any) -> Run:
+@contextlib.contextmanager
+def forced(path: str | None) -> Iterator[None]:
+    """Plans made meanwhile take this instruction-set path; None: the one that they would take."""
+    before = os.environ.get(isa.VARIABLE)
+    if path is not None:
+        os.environ[isa.VARIABLE] = path
+    try:
+        yield
+    finally:
+        if path is not None:
+            os.environ.pop(isa.VARIABLE)
+            if before is not None:
+                os.environ[isa.VARIABLE] = before
+
+
+def ours(data: Data, mask_type: str = "causal", path: str | None = None, **arguments: Any) -> Run:
     """A plan that is reused, as a network does for its layers."""
     import torch
 
     out = torch.full_like(data.query, float("nan"))
     case = data.case
-    size, op = nbp.self_attention_prefix_encoder_get_workspace_size(
-        data.query, data.key, data.value, data.block_tables, arguments.pop("mask", None), case.q_len, case.kv_len,
-        arguments.pop("slopes", None), mask_type, case.head_num, case.kv_head_num, 1 / math.sqrt(case.head_size), out,
-        nbp.Context(**arguments),
-    )  # fmt: skip
+    with forced(path):
+        size, op = nbp.self_attention_prefix_encoder_get_workspace_size(
+            data.query, data.key, data.value, data.block_tables, arguments.pop("mask", None), case.q_len, case.kv_len,
+            arguments.pop("slopes", None), mask_type, case.head_num, case.kv_head_num, 1 / math.sqrt(case.head_size), out,
+            nbp.Context(**arguments),
+        )  # fmt: skip
     workspace = torch.empty(size, dtype=torch.uint8)
 
     def run() -> Any:

@@ -67,7 +67,7 @@ class CpuRunner(_HostRunner):
 
     @property
     def reason(self) -> str:
-        return str(self._cpu.reason())
+        return str(self._cpu.reason(self._plan.path))
 
     @property
     def workspace_bytes(self) -> int:

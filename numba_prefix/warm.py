@@ -74,6 +74,10 @@ def measure(
         cases = [(name, size, kind) for name in names for size in sizes for kind in kinds]
         context = Context(target, num_threads)
         op, _, kernels = first_run(_inputs(*cases[0]), context)
+        for name in names[1:]:  # which may take another path, and its kernel
+            known = {kernel["name"] for kernel in kernels}
+            _, _, more = first_run(_inputs(name, *cases[0][1:]), context)
+            kernels += [kernel for kernel in more if kernel["name"] not in known]
         checks = list(_checks(cases, context))
         target, reason = op.target, op.reason
     return {

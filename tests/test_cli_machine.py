@@ -29,7 +29,7 @@ def test_info(capsys: pytest.CaptureFixture[str]) -> None:
     assert report["threads"]["default"] >= 1
     assert report["threads"]["reason"]
     assert report["threads"]["is_numba_threading_layer_used"] is False
-    assert report["cpu"]["path"]
+    assert set(report["cpu"]["paths"]) == {"float16", "bfloat16", "float32"}
     assert report["cache"]["is_writable"] is True
     assert report["versions"]["numba_prefix"] == nbp.__version__
     if not report["cuda"]["is_available"]:

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 import numba_prefix as nbp
-from numba_prefix.cpu import jit, kernel, launch
+from numba_prefix.cpu import jit, kernel
 from numba_prefix.cpu.features import features
 
 IS_X86 = platform.machine().lower() in ("x86_64", "amd64")
@@ -24,7 +24,7 @@ def compiled() -> tuple[str, str]:
     fresh._cache.load_overload = lambda *_: None
     query, cache = np.ones((1, 1, 16), np.float32), np.ones((1, 4, 1, 16), np.float32)
     nbp.prefix_encoder(query, cache, cache, np.zeros((1, 1), np.int32), [1], [2])
-    (signature,) = launch.drain.signatures
+    (signature,) = kernel.drain.signatures
     fresh.compile(signature)
     return fresh.inspect_llvm(signature), fresh.inspect_asm(signature)
 

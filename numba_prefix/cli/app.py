@@ -39,10 +39,12 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _check_environment() -> None:
     """Before a command has read a file or compiled anything."""
+    from numba_prefix.cpu.isa import forced_path
     from numba_prefix.cpu.threads import thread_cap
 
     try:
         thread_cap()
+        forced_path()
     except ValueError as error:
         raise UsageError(error) from error
 

@@ -136,7 +136,10 @@ def _rows(report: dict[str, Any]) -> list[tuple[str, str]]:
     rows = [
         ("shape", f"{s['batch']} x (q_len {s['q_len']}, kv_len {s['kv_len']}), {s['dtype']}, {s['mask_type']}"),
         ("", f"heads {s['heads']}, kv heads {s['kv_heads']}, head size {s['head_size']}, block size {s['block_size']}"),
-        ("CPU", f"{cpu['model']} ({cpu['llvm_name']}), path {cpu['path']}, at most {report['threads']} threads"),
+        (
+            "CPU",
+            f"{cpu['model']} ({cpu['llvm_name']}), path {cpu['paths'][s['dtype']]}, at most {report['threads']} threads",
+        ),
         ("versions", ", ".join(f"{name} {v}" for name, v in report["versions"].items() if v)),
         ("check", f"{gate['rows']} rows against the float64 oracle"),
         ("error of out", error_text(gate["out_error"])),

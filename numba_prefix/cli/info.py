@@ -14,9 +14,10 @@ import numpy as np
 
 import numba_prefix
 from numba_prefix.cli import table
-from numba_prefix.cpu import threads
+from numba_prefix.cpu import isa, threads
 from numba_prefix.errors import TargetUnavailableError
 from numba_prefix.front import Context, self_attention_prefix_encoder_get_workspace_size
+from numba_prefix.problem import FLOAT_DTYPES
 
 # By LLVM's names: what kernels are built for, what converts 16-bit floats, what multiplies them.
 FEATURES = {
@@ -29,7 +30,7 @@ FEATURES = {
 PACKAGES = ("numba", "llvmlite", "numpy", "ml_dtypes", "torch")
 VARIABLES = (
     *("NUMBA_CPU_NAME", "NUMBA_CPU_FEATURES", "NUMBA_NUM_THREADS", "NUMBA_CACHE_DIR", "NUMBA_THREADING_LAYER"),
-    threads.VARIABLE,
+    *(isa.VARIABLE, threads.VARIABLE),
 )
 
 
@@ -51,7 +52,7 @@ def command(arguments: argparse.Namespace) -> int:
 
 
 def cpu_report() -> dict[str, Any]:
-    from numba_prefix.cpu import features, launch
+    from numba_prefix.cpu import features
 
     names = FEATURES["x86"] if features.is_x86() else FEATURES["arm64"] if features.is_arm64() else ()
     has = features.features()
@@ -61,8 +62,8 @@ def cpu_report() -> dict[str, Any]:
         "architecture": platform.machine(),
         "features": [name for name in names if name in has],
         "missing": [name for name in names if name not in has],
-        "path": launch.isa_path(),
-        "reason": launch.reason(),
+        "paths": {dtype: isa.path_of(dtype) for dtype in FLOAT_DTYPES},
+        "unusable": {path: isa.obstacle(path) for path in isa.PATHS if isa.obstacle(path)},
     }
 
 
@@ -173,7 +174,8 @@ def _rows(report: dict[str, Any]) -> list[tuple[str, str]]:
         ("CPU", f"{cpu['model']} ({cpu['architecture']}; LLVM calls it {cpu['llvm_name']})"),
         ("features", " ".join(cpu["features"]) or "none that matter"),
         ("missing", " ".join(cpu["missing"]) or "none"),
-        ("path", cpu["path"]),
+        ("paths", ", ".join(f"{dtype} {path}" for dtype, path in cpu["paths"].items())),
+        *((f"not {path}", why) for path, why in cpu["unusable"].items()),
         ("threads", f"{team['default']} ({team['reason']})"),
         ("Numba's layer", f"{team['numba_threading_layer']} (not used: kernels run on this package's own threads)"),
         ("cache", f"{cache['directory']} ({cache['state']})"),

@@ -20,19 +20,20 @@ from numba.core.serialize import dumps
 from numba_prefix import disk
 
 _SOURCES = (
+    *("masks", "softmax", "tiling", "vocabulary"),
     *(
-        "masks",
-        "softmax",
-        "tiling",
-        "vocabulary",
+        "cpu.amx",
+        "cpu.bfloats",
         "cpu.cache",
         "cpu.call",
+        "cpu.dot_pairs",
         "cpu.dots",
         "cpu.features",
         "cpu.few",
         "cpu.jit",
     ),
-    *("cpu.kernel", "cpu.lanes", "cpu.launch", "cpu.memory", "cpu.rows", "cpu.scores", "cpu.state", "cpu.vector"),
+    *("cpu.kernel", "cpu.lanes", "cpu.launch", "cpu.memory", "cpu.packs", "cpu.pairs", "cpu.paths", "cpu.rows"),
+    *("cpu.scores", "cpu.state", "cpu.strips", "cpu.tiles", "cpu.vector"),
 )
 
 

@@ -10,6 +10,10 @@ from numba_prefix.tiling import round_up
 # rows, accumulators loaded and stored for twice the keys, and the working set of 300 KB still fits an L2 cache.
 BLOCK_M = 128
 BLOCK_N = 128
+# Paths for pairs of bfloat16: columns that are computed together (four accumulators of AMX), and dimensions of a tile.
+STRIP = 2
+PAIR_DIMS = 32
+BFLOAT = 2  # bytes
 # With twice the rows, keys and values are widened half as often: 1.02 times with head size 64, 1.01 with 128 (AVX2, 2,048
 # causal tokens, one thread and two; 384 and 512 rows: 1.00 and 1.01). Larger heads would not leave L2 caches of 512 KB enough.
 TALL_M = 256
@@ -35,8 +39,10 @@ FEW_N = 64
     # byte offsets in a worker's scratch, and the pitch of its rows of keys and values
     Q_T, K_ROWS, V_ROWS, S, ENTRIES, ACC, STATE, ALPHA, ROW_SLOPES, Q_POS, ORIGIN, LAST, MASK_BASE, ROWS,
     KEY_LIST, VALUE_LIST, KV_LANE, PITCH,
+    # of the paths for pairs of bfloat16 (cpu/pairs.py)
+    P, ZERO_ROW, IS_SPECIAL, PARTS, K_PITCH, V_PITCH, V_PART, P_PART,
     CALL_LENGTH,
-) = range(59)
+) = range(67)
 # fmt: on
 
 # Places in the float32 array of factors. qk_scale's sign is multiplied into the queries (exactly): units are positive.
@@ -51,10 +57,13 @@ NO_BIAS, LINEAR, SQRT, LEFT_ALIGN, TEMPLATE_LINEAR, TEMPLATE_SQRT, TEMPLATE_LEFT
 def scratch_layout(head_size: int, tile_rows: int) -> tuple[dict[int, int], int]:
     """Byte offsets (by the names above) of one worker's scratch and its size."""
     depth = round_up(head_size, 16)
-    columns = tile_rows // 16
     # One cache line more than the row: rows a power of two apart would share few cache sets.
     pitch = depth * FLOAT + 64
-    sizes = {
+    return _placed(_sizes(depth, tile_rows // 16, pitch), {PITCH: pitch})
+
+
+def _sizes(depth: int, columns: int, pitch: int) -> dict[int, int]:
+    return {
         Q_T: columns * depth * COLUMN_ROW,
         K_ROWS: BLOCK_N * pitch,
         V_ROWS: BLOCK_N * pitch,
@@ -73,8 +82,45 @@ def scratch_layout(head_size: int, tile_rows: int) -> tuple[dict[int, int], int]
         VALUE_LIST: BLOCK_N * 8,
         KV_LANE: COLUMN_ROW,
     }
-    offsets, place = {PITCH: pitch}, 0
+
+
+def _placed(sizes: dict[int, int], pitches: dict[int, int]) -> tuple[dict[int, int], int]:
+    offsets, place = dict(pitches), 0
     for name, size in sizes.items():
         offsets[name] = place
-        place += size
+        place += round_up(size, 64)
     return offsets, place
+
+
+def pairs_layout(head_size: int, tile_rows: int, parts: int, is_by_dim: bool) -> tuple[dict[int, int], int]:
+    """As scratch_layout, for elements that are sums of `parts` bfloat16: 1 (bfloat16) or 2 (float16).
+
+    Q_T     [column][part][pair of dimensions][16 rows][2]
+    K_ROWS  [key][part][dimension]
+    V_ROWS  [part][dimension][key] if is_by_dim, else [pair of keys][dimension][2]
+    S       [buffer][column of a strip][key][16 rows], float32
+    P       [buffer][part][column of a strip][pair of keys][16 rows][2]
+    """
+    depth, dims = round_up(head_size, 16), round_up(head_size, PAIR_DIMS)
+    columns = tile_rows // 16
+    pitches = {
+        PITCH: depth * FLOAT + 64,
+        PARTS: parts,
+        K_PITCH: parts * dims * BFLOAT + 64,
+        V_PITCH: (BLOCK_N * BFLOAT if is_by_dim else depth * 2 * BFLOAT) + 64,
+        P_PART: STRIP * BLOCK_N // 2 * COLUMN_ROW,
+    }
+    pitches[V_PART] = depth * pitches[V_PITCH] if is_by_dim else 0
+    sizes = _sizes(depth, columns, pitches[PITCH])
+    sizes |= {
+        Q_T: columns * parts * dims // 2 * COLUMN_ROW,
+        K_ROWS: BLOCK_N * pitches[K_PITCH],
+        V_ROWS: parts * pitches[V_PART] if is_by_dim else BLOCK_N // 2 * pitches[V_PITCH],
+        S: 2 * STRIP * BLOCK_N * COLUMN_ROW,
+        P: 2 * parts * pitches[P_PART],
+        ROWS: 16 * (parts * depth * FLOAT + 64),
+        VALUE_LIST: 2 * BLOCK_N * 8,
+        ZERO_ROW: depth * BFLOAT + 64,
+        IS_SPECIAL: 64,
+    }
+    return _placed(sizes, pitches)

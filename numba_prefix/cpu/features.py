@@ -36,6 +36,16 @@ def has_half_conversion() -> bool:
     return is_arm64() or (is_x86() and bool({"f16c", "avx512f"} & features()))
 
 
+def has_pairs() -> bool:
+    """Whether there are instructions for pairs of bfloat16 (vdpbf16ps) on whole vectors of 16 lanes."""
+    return is_x86() and {"avx512bf16", "avx512bw", "avx512f"} <= features()
+
+
+def has_tiles() -> bool:
+    """Whether there are AMX's for tiles of such pairs. Whether a process may use them is another matter (cpu/isa.py)."""
+    return has_pairs() and {"amx-tile", "amx-bf16"} <= features()
+
+
 def register_block() -> tuple[int, int]:
     """(scalars, 16-lane columns) that one micro-kernel step multiplies: as many accumulators as registers allow.
 

@@ -13,10 +13,10 @@ from numpy.typing import NDArray
 from numba_prefix import tiling
 from numba_prefix.arrays import Tensor
 from numba_prefix.cpu import call as c
-from numba_prefix.cpu import openmp
+from numba_prefix.cpu import isa, openmp, probe
 from numba_prefix.cpu.features import cpu_name
 from numba_prefix.cpu.jit import kernel
-from numba_prefix.cpu.kernel import drain
+from numba_prefix.cpu.paths import kernel_of, layout_of
 from numba_prefix.cpu.pool import run_together
 from numba_prefix.cpu.threads import capped
 from numba_prefix.planning import (
@@ -46,27 +46,45 @@ FLOPS_PER_VISIT = 0.05 * 50e9
 CANCELLED = 1 << 62  # a queue counter at which no item is left
 
 
-def isa_path() -> str:
-    return "vector"
-
-
-def reason() -> str:
-    return f"path {isa_path()} on {cpu_name()}"
+def reason(path: str) -> str:
+    return f"path {path} on {cpu_name()}"
 
 
 @functools.cache
-def make_ready() -> None:
-    """Have the kernels compiled, or loaded, and all done that Numba does at a first call of any."""
-    uninterrupted(_call_without_work)
+def make_ready(path: str) -> bool:
+    """Have a path's kernel compiled, or loaded, and all done that Numba does at a first call of any. False if it computes
+    wrong results here: no call takes that path then."""
+    uninterrupted(lambda: _call_without_work(path))
+    is_right = path == isa.VECTOR or all(
+        probe.is_right(dtype, functools.partial(_compute, path)) for dtype in isa.DTYPES[path]
+    )
+    if not is_right:
+        isa.give_up(path, "it computes wrong results on this machine")
+    return is_right
 
 
-def _call_without_work() -> None:
+def _compute(
+    path: str, problem: Problem, operands: Operands, q_len: NDArray[np.int64], kv_len: NDArray[np.int64]
+) -> None:
+    assert operands.out is not None
+    plan = _plan(path, problem, q_len, kv_len, 1, None, False, "own")
+    workspace = np.empty(plan.workspace_bytes, np.uint8)
+    run(plan, bind(plan, operands, operands.out, 0), workspace.ctypes.data, (workspace, operands))
+
+
+def _ready_path(dtype: str) -> str:
+    while not make_ready(path := isa.path_of(dtype)):
+        pass
+    return path
+
+
+def _call_without_work(path: str) -> None:
     _cut_no_work()
     call, factors = np.zeros(c.CALL_LENGTH, np.int64), np.zeros(c.FACTORS_LENGTH, np.float32)
     sequences = np.zeros((0, tiling.SEQUENCE_COLUMNS), np.int64)
     runs, work = (np.zeros((0, columns), np.int64) for columns in (tiling.RUN_COLUMNS, tiling.WORK_COLUMNS))
-    drain(call, factors, sequences, runs, work, 0, 0)
-    reason()
+    kernel_of(path)(call, factors, sequences, runs, work, 0, 0)
+    reason(path)
 
 
 @functools.cache
@@ -88,6 +106,7 @@ def _cut_no_work() -> None:
 class CpuPlan:
     """Everything about a run that depends neither on where the arrays are nor on what they hold."""
 
+    path: str  # of isa.PATHS
     layout: Layout
     sequences: NDArray[np.int64]  # [batch, SEQUENCE_COLUMNS]
     runs: NDArray[np.int64]  # [runs, RUN_COLUMNS]
@@ -114,7 +133,21 @@ def plan(
 ) -> CpuPlan:
     """Lengths are int64 [batch], held_blocks bool [batch, max_block_num] (None: all), checked. is_part: lse leaves out what
     held.part_shift says. pool: whose threads help, as a Context says."""
-    make_ready()
+    # Partial results are float32, and weights rounded to bfloat16 would show in them.
+    path = _ready_path("float32" if is_part else problem.dtype)
+    return _plan(path, problem, q_len, kv_len, num_threads, held_blocks, is_part, pool)
+
+
+def _plan(
+    path: str,
+    problem: Problem,
+    q_len: NDArray[np.int64],
+    kv_len: NDArray[np.int64],
+    num_threads: int,
+    held_blocks: NDArray[np.bool_] | None,
+    is_part: bool,
+    pool: str,
+) -> CpuPlan:
     tile_rows = _tile_rows(problem, q_len, kv_len, num_threads)
     cut = cut_work(problem, q_len, kv_len, held_blocks, tile_rows, c.BLOCK_N, (count_work, fill_work))
     kv_heads = problem.kv_head_num
@@ -124,7 +157,7 @@ def plan(
     own_workers = max(1, min(most_workers, int(flops / FLOPS_PER_WORKER)))
     num_workers = max(1, min(most_workers, int(flops / FLOPS_PER_LENT_WORKER))) if pool == "torch" else own_workers
     items_per_visit = max(1, int(num_items * min(1.0, FLOPS_PER_VISIT / max(flops, 1.0))))
-    offsets, scratch_bytes = _scratch_layout(problem.head_size, tile_rows)
+    offsets, scratch_bytes = layout_of(path, problem.dtype, problem.head_size, tile_rows)
     layout = workspace_layout(
         cut.split_tiles * kv_heads, cut.partial_f32 * kv_heads, scratch_bytes, num_workers, num_items
     )
@@ -142,7 +175,9 @@ def plan(
     template[c.BIAS], template[c.HAS_SHIFT] = BIASES.index(bias), has_shift(bias, is_part)
     factors = factors_of(problem.qk_scale, bias)
     frame = openmp.frame_of((template, factors, cut.sequences, cut.runs, cut.work)) if pool == "torch" else None
-    return CpuPlan(layout, cut.sequences, cut.runs, cut.work, template, factors, items_per_visit, own_workers, frame)
+    return CpuPlan(
+        path, layout, cut.sequences, cut.runs, cut.work, template, factors, items_per_visit, own_workers, frame
+    )
 
 
 def _tile_rows(problem: Problem, q_len: NDArray[np.int64], kv_len: NDArray[np.int64], num_threads: int) -> int:
@@ -159,9 +194,6 @@ def _tile_rows(problem: Problem, q_len: NDArray[np.int64], kv_len: NDArray[np.in
     num_tiles = int(np.sum(-(-rows // c.TALL_M))) * problem.kv_head_num
     is_alike = np.all(in_one_tile | in_enough_tiles | is_never_split) and not np.all(in_one_tile)
     return c.TALL_M if is_alike and num_tiles >= least else c.BLOCK_M
-
-
-_scratch_layout = functools.cache(c.scratch_layout)
 
 
 def bind(plan: CpuPlan, operands: Operands, out: Tensor, lse_address: int) -> NDArray[np.int64]:
@@ -200,6 +232,7 @@ def run(
     call = bound.copy()
     call[c.QUEUE], call[c.ARRIVALS] = base, base + layout.arrivals
     call[c.PARTIALS], call[c.SCRATCH] = base + layout.partials, base + layout.scratch
+    drain = kernel_of(plan.path)
     arguments = (call, plan.factors, plan.sequences, plan.runs, plan.work)
 
     def cancel() -> None:

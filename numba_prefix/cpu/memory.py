@@ -65,7 +65,7 @@ def bf16_to_f32(builder: ir.IRBuilder, bits: ir.Value) -> ir.Value:
     return builder.bitcast(wide, _like(bits, F32))
 
 
-def _f32_to_bf16(builder: ir.IRBuilder, value: ir.Value) -> ir.Value:
+def f32_to_bf16(builder: ir.IRBuilder, value: ir.Value) -> ir.Value:
     """Round to nearest even; a NaN keeps its upper payload and becomes quiet."""
     bits = builder.bitcast(value, _like(value, I32))
     odd = builder.and_(builder.lshr(bits, _const(value, I32, 16)), _const(value, I32, 1))
@@ -122,7 +122,7 @@ load_i32 = _make_load(i32x16, i32x16.llvm)
 load_i64 = _make_load(i64x16, i64x16.llvm)
 store_f32 = _make_store(f32x16, f32x16.llvm)
 store_f16 = _make_store(f32x16, I16X16, _f32_to_f16)
-store_bf16 = _make_store(f32x16, I16X16, _f32_to_bf16)
+store_bf16 = _make_store(f32x16, I16X16, f32_to_bf16)
 
 load1_f32 = _make_load(types.float32, F32)
 load1_f16 = _make_load(types.float32, I16, f16_to_f32)
@@ -131,7 +131,7 @@ load1_i32 = _make_load(types.int32, I32)
 load1_i64 = _make_load(types.int64, I64)
 store1_f32 = _make_store(types.float32, F32)
 store1_f16 = _make_store(types.float32, I16, _f32_to_f16)
-store1_bf16 = _make_store(types.float32, I16, _f32_to_bf16)
+store1_bf16 = _make_store(types.float32, I16, f32_to_bf16)
 store1_i32 = _make_store(types.int32, I32)
 store1_i64 = _make_store(types.int64, I64)
 

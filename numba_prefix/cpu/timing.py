@@ -11,7 +11,8 @@ from typing import Any
 from numba.core import event
 from numba.core.registry import CPUDispatcher
 
-from numba_prefix.cpu import launch
+from numba_prefix.cpu import isa, launch
+from numba_prefix.cpu.paths import kernel_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,7 +23,8 @@ class KernelTime:
 
 
 def kernels() -> list[Any]:
-    return [part for part in vars(launch).values() if isinstance(part, CPUDispatcher)]
+    own = [part for part in vars(launch).values() if isinstance(part, CPUDispatcher)]
+    return own + [kernel_of(path) for path in isa.PATHS if not isa.obstacle(path)]
 
 
 def _counts(kernel: Any) -> tuple[int, int]:

@@ -24,13 +24,20 @@ COLUMN_ROW = 4 * LANES  # bytes of one row of a column
 FLOAT = 4
 
 
-def _make_product(columns: int, finish: Any) -> Any:
+def multiply(builder: ir.IRBuilder, total: ir.Value, column: ir.Value, scalar: ir.Value) -> ir.Value:
+    """total + column * scalar, the scalar in all lanes."""
+    return call(builder, "llvm.fmuladd", column, scalar, total)
+
+
+def make_product(columns: int, finish: Any, multiply: Any = multiply) -> Any:
+    """A product of one kind (finish_scores or finish_output); multiply: another meaning of its elements of 32 bits."""
+
     @intrinsic
     def product(
         typingctx: Any, a: Any, a_pitch: Any, b: Any, b_column: Any, num_steps: Any, c: Any, c_column: Any, old: Any
     ) -> Any:
         def codegen(context: Any, builder: Any, sig: Any, args: Any) -> Any:
-            finish(builder, args, columns)
+            finish(builder, args, columns, multiply)
             return context.get_dummy_value()
 
         return types.void(*[types.int64] * 8), codegen
@@ -48,7 +55,7 @@ def _c_pointer(builder: ir.IRBuilder, c: ir.Value, c_column: ir.Value, i: int, v
 
 
 def _sums(
-    builder: ir.IRBuilder, args: Any, columns: int, a_offset: list[ir.Value], a_step: ir.Value
+    builder: ir.IRBuilder, args: Any, columns: int, a_offset: list[ir.Value], a_step: ir.Value, multiply: Any
 ) -> dict[tuple[int, int], ir.Value]:
     """The sums over t in registers, by (scalar, column). A's row i is at a + a_offset[i], its terms a_step bytes apart."""
     a, _, b, b_column, num_steps = args[:5]
@@ -67,7 +74,7 @@ def _sums(
     for i in range(MR):
         scalar = splat(builder, builder.load(pointer(builder, builder.add(a_t, a_offset[i]), F32), align=4))
         for v in range(columns):
-            total[i, v] = call(builder, "llvm.fmuladd", columns_t[v], scalar, acc[i, v])
+            total[i, v] = multiply(builder, acc[i, v], columns_t[v], scalar)
     next_step = builder.add(step, _int64(1))
     for phi, first, later in (
         (step, _int64(0), next_step),
@@ -82,9 +89,10 @@ def _sums(
     return total
 
 
-def _finish_scores(builder: ir.IRBuilder, args: Any, columns: int) -> None:
+def finish_scores(builder: ir.IRBuilder, args: Any, columns: int, multiply: Any) -> None:
     _, a_pitch, _, _, _, c, c_column, is_later = args
-    total = _sums(builder, args, columns, [builder.mul(a_pitch, _int64(i)) for i in range(MR)], _int64(FLOAT))
+    a_offset = [builder.mul(a_pitch, _int64(i)) for i in range(MR)]
+    total = _sums(builder, args, columns, a_offset, _int64(FLOAT), multiply)
     with builder.if_else(builder.icmp_signed("!=", is_later, _int64(0))) as (later, first):
         for branch, adds in ((later, True), (first, False)):
             with branch:
@@ -93,9 +101,9 @@ def _finish_scores(builder: ir.IRBuilder, args: Any, columns: int) -> None:
                     builder.store(builder.fadd(builder.load(place, align=4), value) if adds else value, place, align=4)
 
 
-def _finish_output(builder: ir.IRBuilder, args: Any, columns: int) -> None:
+def finish_output(builder: ir.IRBuilder, args: Any, columns: int, multiply: Any) -> None:
     _, a_pitch, _, _, _, c, c_column, alpha = args
-    total = _sums(builder, args, columns, [_int64(i * FLOAT) for i in range(MR)], a_pitch)
+    total = _sums(builder, args, columns, [_int64(i * FLOAT) for i in range(MR)], a_pitch, multiply)
     alpha_column = [builder.add(alpha, _int64(v * COLUMN_ROW)) for v in range(columns)]
     factor = [builder.load(pointer(builder, place, f32x16.llvm), align=4) for place in alpha_column]
     for (i, v), value in total.items():
@@ -107,5 +115,5 @@ def _finish_output(builder: ir.IRBuilder, args: Any, columns: int) -> None:
 # (a, a_pitch, b, b_column, num_steps, c, c_column, old), all int64: byte addresses and strides, and num_steps > 0.
 # Score product: A's row i is at a + i * a_pitch, t runs along it; old is 0, or 1 to add to C.
 # Output product: A's row i is float i at a + t * a_pitch; old is the address of alpha, float32 [columns, 16].
-score_product, score_product_1 = (_make_product(columns, _finish_scores) for columns in (NV, 1))
-output_product, output_product_1 = (_make_product(columns, _finish_output) for columns in (NV, 1))
+score_product, score_product_1 = (make_product(columns, finish_scores) for columns in (NV, 1))
+output_product, output_product_1 = (make_product(columns, finish_output) for columns in (NV, 1))

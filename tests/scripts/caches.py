@@ -23,6 +23,7 @@ from numba.core import event
 
 SMALL = ("count_work", "fill_work")
 CASE = make_case([30, 1], [200, 90], head_num=4, kv_head_num=2, head_size=32, dtype="float16")
+os.environ.setdefault("NUMBA_PREFIX_ISA", "vector")  # whose kernel is named drain
 OTHER_CPU = {"NUMBA_CPU_NAME": "nehalem", "NUMBA_CPU_FEATURES": "+sse3,+ssse3,+sse4.1,+sse4.2,+popcnt,+cx16"}
 
 
@@ -44,10 +45,11 @@ def native_files(directory: Path, *kernels: str) -> list[Path]:
     from numba.core.typing.typeof import Purpose, typeof
 
     from numba_prefix.cpu import launch
+    from numba_prefix.cpu.kernel import drain
     from numba_prefix.disk import path_of
 
     found = []
-    for kernel in (getattr(launch, name) for name in kernels):
+    for kernel in (drain if name == "drain" else getattr(launch, name) for name in kernels):
         integers, factors = np.zeros(1, np.int64), np.zeros(1, np.float32)
         table = np.zeros((1, 1), np.int64)
         arguments = {

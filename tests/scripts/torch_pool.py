@@ -16,7 +16,7 @@ import torch
 from cases import make_case, run, same_bits
 
 import numba_prefix as nbp
-from numba_prefix.cpu import launch, openmp
+from numba_prefix.cpu import kernel, openmp
 
 CASE = make_case([200, 100], [300, 400], head_num=8, head_size=64)
 LENT = nbp.Context(target="cpu", num_threads=2, pool="torch")
@@ -130,7 +130,7 @@ def main(mode: str) -> None:
     torch.set_num_threads(2)
     torch.ones(1 << 20).sum()
     expected = run(CASE, "cpu", num_threads=1)
-    team = openmp.team(launch.drain)
+    team = openmp.team(kernel.drain)
     if team is None:
         print("PyTorch's threads cannot be had here")
         return

@@ -1,0 +1,59 @@
+"""Path `avx512_bf16`: the micro-kernels of path `vector` on pairs of bfloat16, two products an instruction (vdpbf16ps)."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from numba_prefix.cpu import call as c
+from numba_prefix.cpu.bfloats import dot_pairs
+from numba_prefix.cpu.call import PAIR_DIMS, STRIP
+from numba_prefix.cpu.jit import part
+from numba_prefix.cpu.memory import load1_i64
+from numba_prefix.cpu.packs import join_rows
+from numba_prefix.cpu.pairs import COLUMN_P, COLUMN_S, STEP_N, column_acc, column_q
+from numba_prefix.cpu.vector import COLUMN_ROW, FLOAT, MR, finish_output, finish_scores, make_product
+from numba_prefix.tiling import ceil_div, round_up
+
+score_product, score_product_1 = (make_product(columns, finish_scores, dot_pairs) for columns in (STRIP, 1))
+output_product, output_product_1 = (make_product(columns, finish_output, dot_pairs) for columns in (STRIP, 1))
+
+
+@part
+def pack_values(call: Any, is_clean: Any, rows: Any, num_keys: Any, scratch: Any) -> Any:
+    """V_ROWS as [pair of keys][dimension][2]; whether there are infinities or NaN, which become 0 if is_clean."""
+    is_special = False
+    for j in range(ceil_div(num_keys, 2)):
+        target = scratch + call[c.V_ROWS] + j * call[c.V_PITCH]
+        first, second = load1_i64(rows + 16 * j), load1_i64(rows + 16 * j + 8)
+        if join_rows(call, is_clean, first, second, target, 0, scratch + call[c.ROWS]):
+            is_special = True
+    return is_special
+
+
+@part
+def score_step(call: Any, q_t: Any, key: Any, width: Any, s: Any, scratch: Any) -> None:
+    pitch, num_pairs = call[c.K_PITCH], round_up(call[c.HEAD_SIZE], PAIR_DIMS) // 2
+    for j in range(key, key + STEP_N, MR):
+        keys, at = scratch + call[c.K_ROWS] + j * pitch, s + j * COLUMN_ROW
+        if width == 1:
+            score_product_1(keys, pitch, q_t, column_q(call), num_pairs, at, COLUMN_S, 0)
+        else:
+            score_product(keys, pitch, q_t, column_q(call), num_pairs, at, COLUMN_S, 0)
+
+
+@part
+def scale_acc(call: Any, column: Any, scratch: Any) -> None:
+    """The output product does it."""
+
+
+@part
+def output_step(
+    call: Any, p: Any, num_keys: Any, first: Any, end: Any, width: Any, acc: Any, alpha: Any, scratch: Any
+) -> None:
+    pitch, num_pairs = call[c.V_PITCH], ceil_div(num_keys, 2)
+    for i in range(first, end, MR):
+        values, at = scratch + call[c.V_ROWS] + FLOAT * i, acc + i * COLUMN_ROW
+        if width == 1:
+            output_product_1(values, pitch, p, COLUMN_P, num_pairs, at, column_acc(call), alpha)
+        else:
+            output_product(values, pitch, p, COLUMN_P, num_pairs, at, column_acc(call), alpha)

@@ -1,0 +1,83 @@
+"""Instruction-set paths of the CPU target: which ones this process may use, and which one a dtype takes. Imports Numba only
+when asked for either.
+
+    amx          bfloat16 and float16 on AMX's tiles
+    avx512_bf16  bfloat16 by vdpbf16ps
+    vector       every dtype, by multiply-adds on any CPU
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import os
+import platform
+import sys
+
+VARIABLE = "NUMBA_PREFIX_ISA"
+AMX, AVX512_BF16, VECTOR = PATHS = ("amx", "avx512_bf16", "vector")  # the best first
+DTYPES = {AMX: ("bfloat16", "float16"), AVX512_BF16: ("bfloat16",), VECTOR: ("bfloat16", "float16", "float32")}
+
+_SYS_ARCH_PRCTL = 158
+_ARCH_REQ_XCOMP_PERM = 0x1023
+_XFEATURE_XTILEDATA = 18
+
+
+def path_of(dtype: str) -> str:
+    """The path that a call takes: the best one for its dtype, from the forced one on. Raises as forced_path does."""
+    forced = forced_path()
+    candidates = PATHS[PATHS.index(forced) :] if forced else PATHS
+    return next(path for path in candidates if dtype in DTYPES[path] and not obstacle(path))
+
+
+def forced_path() -> str:
+    """What NUMBA_PREFIX_ISA names; "" for nothing. Raises ValueError if that is no path, or one that cannot be used here."""
+    forced = os.environ.get(VARIABLE, "").strip()
+    if not forced:
+        return ""
+    why = obstacle(forced) if forced in PATHS else "it is none"
+    if why:
+        usable = ", ".join(path for path in PATHS if not obstacle(path))
+        raise ValueError(f"{VARIABLE}: got {forced[:40]!r} ({why}), expected one of {usable}")
+    return forced
+
+
+def obstacle(path: str) -> str:
+    """Why a path cannot be used; "" if it can."""
+    return _wrong.get(path, "") or _obstacles()[path]
+
+
+def give_up(path: str, reason: str) -> None:
+    """Let no further call take a path."""
+    _wrong[path] = reason
+
+
+_wrong: dict[str, str] = {}
+
+
+@functools.cache
+def _obstacles() -> dict[str, str]:
+    from numba_prefix.cpu.features import has_pairs, has_tiles
+
+    if not has_tiles():
+        no_tiles = "this CPU has no AMX for bfloat16"
+    else:
+        no_tiles = "" if _is_permitted() else "the system does not let this process use AMX"
+    return {
+        AMX: no_tiles,
+        AVX512_BF16: "" if has_pairs() else "this CPU has no AVX512-BF16",
+        VECTOR: "",
+    }
+
+
+def _is_permitted() -> bool:
+    """Whether the kernel lets this process use tiles: it gives their 8 KB of state only to those that ask for it."""
+    if sys.platform != "linux" or platform.machine() != "x86_64" or sys.maxsize < 1 << 32:
+        return False
+    try:
+        syscall = ctypes.CDLL(None).syscall
+    except (OSError, AttributeError):
+        return False
+    syscall.restype = ctypes.c_long
+    numbers = (ctypes.c_long(n) for n in (_SYS_ARCH_PRCTL, _ARCH_REQ_XCOMP_PERM, _XFEATURE_XTILEDATA))
+    return bool(syscall(*numbers) == 0)

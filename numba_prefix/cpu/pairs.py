@@ -1,0 +1,320 @@
+"""The inner loops of the paths for 16-bit inputs, which multiply pairs of bfloat16: AMX tiles, or vdpbf16ps on vectors.
+
+    S^T[key, row] += K[key, pair] . Q^T[pair, row]    a pair: two dimensions
+    O^T[dim, row] += V^T[dim, pair] . P^T[pair, row]  a pair: two keys
+
+Weights of bfloat16 inputs are rounded to bfloat16. float16 inputs and their weights are two bfloat16 each, high + low, and of
+the four products of values and weights that of the low parts is left out: 2**-16 of the whole, where float16 rounds by 2**-11.
+
+Three strips of columns are under way at a time: the scores of one, the weights of the one before, the output of the one before
+that, in turns of 32 keys, so that vector instructions have work while the tile unit has.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from numba_prefix import tiling
+from numba_prefix.cpu import call as c
+from numba_prefix.cpu.bfloats import (
+    first_of_pairs,
+    from_bits,
+    high_bits,
+    join_pairs,
+    rounded_pairs,
+    second_of_pairs,
+    store_i32,
+)
+from numba_prefix.cpu.call import BFLOAT, BLOCK_N, PAIR_DIMS, STRIP
+from numba_prefix.cpu.jit import inline, part
+from numba_prefix.cpu.memory import (
+    any_lane,
+    fma,
+    is_not_finite,
+    load1_i64,
+    load_f32,
+    load_i32,
+    splat_f32,
+    splat_i32,
+    store1_i64,
+    store_f32,
+    transpose_block,
+)
+from numba_prefix.cpu.packs import clear_row, list_zeros, pack_keys, pack_query
+from numba_prefix.cpu.rows import item_bytes, list_rows, load_one, load_query, prefetch_rows
+from numba_prefix.cpu.state import set_lane
+from numba_prefix.cpu.strips import apply_rules, is_edge_strip, last_of_lane
+from numba_prefix.cpu.vector import COLUMN_ROW
+from numba_prefix.masks import is_visible
+from numba_prefix.softmax import rescale, shift_of, weight
+from numba_prefix.tiling import ceil_div, lane_rows, round_up
+from numba_prefix.vocabulary import where
+
+ZERO = np.float32(0.0)
+ONE = np.float32(1.0)
+NEG_INF = np.float32(-np.inf)
+STEP_N = 32  # keys of a turn: a tile of pairs
+STEPS = BLOCK_N // STEP_N
+COLUMN_S = BLOCK_N * COLUMN_ROW
+COLUMN_P = BLOCK_N // 2 * COLUMN_ROW
+
+
+@inline
+def column_q(call: Any) -> Any:
+    """Bytes of one column of Q_T."""
+    return call[c.PARTS] * (round_up(call[c.HEAD_SIZE], PAIR_DIMS) // 2) * COLUMN_ROW
+
+
+@inline
+def column_acc(call: Any) -> Any:
+    return round_up(call[c.HEAD_SIZE], 16) * COLUMN_ROW
+
+
+@inline
+def s_of_strip(call: Any, strip: Any, scratch: Any) -> Any:
+    return scratch + call[c.S] + (strip & 1) * (STRIP * COLUMN_S)
+
+
+@inline
+def p_of_strip(call: Any, strip: Any, scratch: Any) -> Any:
+    return scratch + call[c.P] + (strip & 1) * (call[c.PARTS] * call[c.P_PART])
+
+
+@part
+def load_queries(
+    call: Any, factors: Any, sequence: Any, runs: Any, first_row: Any, rows: Any, kv_head: Any, scratch: Any
+) -> None:
+    """Query rows as columns of pairs [part][pair of dimensions, 16], and what the rules need of each row. Lanes past the last
+    row repeat it, so that they never widen a key range."""
+    row, packed = scratch + call[c.ROWS], scratch + call[c.K_ROWS]
+    pitch, row_pairs = call[c.K_PITCH], call[c.PARTS] * (round_up(call[c.HEAD_SIZE], PAIR_DIMS) // 2)
+    is_special = False
+    for lane in range(lane_rows(rows)):
+        source = set_lane(call, sequence, runs, first_row + min(lane, rows - 1), kv_head, lane, scratch)
+        load_query(call, factors, source, row)
+        if pack_query(call, row, packed + (lane & 15) * pitch):
+            is_special = True
+        if lane & 15 == 15:
+            column = scratch + call[c.Q_T] + (lane >> 4) * column_q(call)
+            for i in range(0, row_pairs, 16):
+                transpose_block(packed + 4 * i, pitch, column + i * COLUMN_ROW, COLUMN_ROW)
+    store1_i64(scratch + call[c.IS_SPECIAL], 1 if is_special and call[c.PARTS] == 2 else 0)
+    clear_row(call, scratch)
+
+
+@part
+def careful_scores(call: Any, rows: Any, column: Any, s: Any, num_keys: Any, scratch: Any) -> None:
+    """Mends the products of one column of float16 rows with keys where one of them is not finite: a part of 0 may have met
+    an infinity. Others keep their bits."""
+    q_t = scratch + call[c.Q_T] + column * column_q(call)
+    q_low = (round_up(call[c.HEAD_SIZE], PAIR_DIMS) // 2) * COLUMN_ROW
+    for j in range(num_keys):
+        product = load_f32(s + j * COLUMN_ROW)
+        if any_lane(is_not_finite(product)):
+            source, total = load1_i64(rows + 8 * j), splat_f32(ZERO)
+            for d in range(call[c.HEAD_SIZE]):
+                high = load_i32(q_t + (d >> 1) * COLUMN_ROW)
+                low = load_i32(q_t + (d >> 1) * COLUMN_ROW + q_low)
+                first, second = first_of_pairs(high) + first_of_pairs(low), second_of_pairs(high) + second_of_pairs(low)
+                q = second if d & 1 else first
+                total = fma(q, splat_f32(load_one(c.FLOAT16, source + BFLOAT * d)), total)
+            store_f32(s + j * COLUMN_ROW, where(is_not_finite(product), total, product))
+
+
+@inline
+def add_special_of(
+    dtype: Any, call: Any, rows: Any, column: Any, p: Any, kv_pos: Any, num_keys: Any, scratch: Any
+) -> None:
+    last = load_i32(scratch + call[c.LAST] + column * COLUMN_ROW)
+    acc = scratch + call[c.ACC] + column * column_acc(call)
+    for j in range(num_keys):
+        source, pairs = load1_i64(rows + 8 * j), load_i32(p + (j >> 1) * COLUMN_ROW)
+        w = second_of_pairs(pairs) if j & 1 else first_of_pairs(pairs)
+        seen = is_visible(splat_i32(kv_pos + j), last)
+        for d in range(call[c.HEAD_SIZE]):
+            value = load_one(dtype, source + BFLOAT * d)
+            if value - value != ZERO:
+                at = acc + d * COLUMN_ROW
+                store_f32(at, where(seen, load_f32(at) + w * splat_f32(value), load_f32(at)))
+
+
+@part
+def add_special(call: Any, rows: Any, column: Any, p: Any, kv_pos: Any, num_keys: Any, scratch: Any) -> None:
+    """Adds values that are not finite, which the product had as 0, to the rows of a column that see them: a hidden key's
+    weight of 0 must not meet them."""
+    if call[c.PARTS] == 2:
+        add_special_of(c.FLOAT16, call, rows, column, p, kv_pos, num_keys, scratch)
+    else:
+        add_special_of(c.BFLOAT16, call, rows, column, p, kv_pos, num_keys, scratch)
+
+
+@part
+def begin_weights(
+    call: Any, factors: Any, column: Any, s: Any, is_edge: Any, kv_pos: Any, num_keys: Any, scratch: Any
+) -> Any:
+    """One column's products to scores, and its state so far to the new maximum; whether that changes any row's."""
+    state = scratch + call[c.STATE] + 2 * column * COLUMN_ROW
+    m_old = load_f32(state)
+    m_i = apply_rules(call, factors, column, s, is_edge, kv_pos, num_keys, m_old, scratch)
+    alpha = rescale(m_old, shift_of(m_i), factors[c.UNIT_LOG2])
+    store_f32(state, m_i)
+    store_f32(state + COLUMN_ROW, load_f32(state + COLUMN_ROW) * alpha)
+    store_f32(scratch + call[c.ALPHA] + column * COLUMN_ROW, alpha)
+    for j in range(num_keys, round_up(num_keys, STEP_N)):
+        store_f32(s + j * COLUMN_ROW, splat_f32(NEG_INF))
+    return any_lane(alpha != ONE)
+
+
+@inline
+def weigh_pairs_of(parts: Any, s: Any, p: Any, to_low: Any, shift: Any, unit_log2: Any) -> Any:
+    total = splat_f32(ZERO)
+    for i in range(0, STEP_N, 4):  # four at a time, as scores.weigh_column
+        at, to = s + i * COLUMN_ROW, p + (i >> 1) * COLUMN_ROW
+        p0 = weight(load_f32(at), shift, unit_log2)
+        p1 = weight(load_f32(at + COLUMN_ROW), shift, unit_log2)
+        p2 = weight(load_f32(at + 2 * COLUMN_ROW), shift, unit_log2)
+        p3 = weight(load_f32(at + 3 * COLUMN_ROW), shift, unit_log2)
+        if parts == 2:
+            h0, h1, h2, h3 = high_bits(p0), high_bits(p1), high_bits(p2), high_bits(p3)
+            store_i32(to, join_pairs(h0, h1))
+            store_i32(to + COLUMN_ROW, join_pairs(h2, h3))
+            store_i32(to + to_low, rounded_pairs(p0 - from_bits(h0), p1 - from_bits(h1)))
+            store_i32(to + to_low + COLUMN_ROW, rounded_pairs(p2 - from_bits(h2), p3 - from_bits(h3)))
+        else:
+            store_i32(to, rounded_pairs(p0, p1))
+            store_i32(to + COLUMN_ROW, rounded_pairs(p2, p3))
+        total = total + p0 + p1 + p2 + p3
+    return total
+
+
+@part
+def weigh_pairs(call: Any, factors: Any, column: Any, s: Any, p: Any, scratch: Any) -> None:
+    """STEP_N scores of a column to weights, added to its sum."""
+    state = scratch + call[c.STATE] + 2 * column * COLUMN_ROW
+    shift, unit_log2 = shift_of(load_f32(state)), factors[c.UNIT_LOG2]
+    if call[c.PARTS] == 2:
+        total = weigh_pairs_of(2, s, p, call[c.P_PART], shift, unit_log2)
+    else:
+        total = weigh_pairs_of(1, s, p, call[c.P_PART], shift, unit_log2)
+    store_f32(state + COLUMN_ROW, load_f32(state + COLUMN_ROW) + total)
+
+
+@inline
+def keys_of_strip(call: Any, strip: Any, columns: Any, kv_pos: Any, num_keys: Any, scratch: Any) -> Any:
+    """How many of the block's keys some row of a strip sees; 0 past the last strip."""
+    end = min((strip + 1) * STRIP, columns)
+    if strip < 0 or strip * STRIP >= columns:
+        return 0
+    return max(0, min(num_keys, last_of_lane(call, end * 16 - 1, scratch) + 1 - kv_pos))
+
+
+def make_attend(pack_values: Any, score_step: Any, scale_acc: Any, output_step: Any) -> Any:
+    """attend_keys of a path, of its micro-kernels:
+
+    pack_values  V_ROWS from a list of rows, of which there are a multiple of STEP_N
+    score_step   the products of STEP_N keys with `width` columns
+    scale_acc    a column's accumulators times alpha, unless output_step does that
+    output_step  dimensions `first` to `end` of `width` columns, plus the products of the keys' values and weights
+    """
+
+    @part
+    def attend_block(
+        call: Any,
+        factors: Any,
+        columns: Any,
+        kv_pos: Any,
+        num_keys: Any,
+        keys: Any,
+        values: Any,
+        next_keys: Any,
+        next_values: Any,
+        num_next: Any,
+        scratch: Any,
+    ) -> None:
+        """All strips against a block of keys; meanwhile the next block's rows come into the cache."""
+        special_scores = pack_keys(call, keys, num_keys, scratch) or load1_i64(scratch + call[c.IS_SPECIAL]) != 0
+        list_zeros(values, num_keys, round_up(num_keys, STEP_N), scratch + call[c.ZERO_ROW])
+        special_values = pack_values(call, False, values, num_keys, scratch)
+        if special_values:
+            pack_values(call, True, values, num_keys, scratch)
+        dims = ceil_div(call[c.HEAD_SIZE], PAIR_DIMS)
+        row_bytes = call[c.HEAD_SIZE] * item_bytes(call[c.DTYPE])
+        turns = ceil_div(columns, STRIP) + 2
+        for strip in range(turns):
+            asked = num_next * strip // turns
+            count = num_next * (strip + 1) // turns - asked
+            prefetch_rows(next_keys + 8 * asked, count, row_bytes)
+            prefetch_rows(next_values + 8 * asked, count, row_bytes)
+            to_score = keys_of_strip(call, strip, columns, kv_pos, num_keys, scratch)
+            to_weigh = keys_of_strip(call, strip - 1, columns, kv_pos, num_keys, scratch)
+            to_add = keys_of_strip(call, strip - 2, columns, kv_pos, num_keys, scratch)
+            scored, weighed, added = strip * STRIP, (strip - 1) * STRIP, (strip - 2) * STRIP
+            s_new, s_old = s_of_strip(call, strip, scratch), s_of_strip(call, strip - 1, scratch)
+            p_new, p_old = p_of_strip(call, strip - 1, scratch), p_of_strip(call, strip, scratch)
+            if to_weigh > 0:
+                is_edge = is_edge_strip(call, weighed, kv_pos + to_weigh - 1, scratch)
+                for v in range(min(STRIP, columns - weighed)):
+                    s = s_old + v * COLUMN_S
+                    if special_scores:
+                        careful_scores(call, keys, weighed + v, s, to_weigh, scratch)
+                    if begin_weights(call, factors, weighed + v, s, is_edge, kv_pos, to_weigh, scratch):
+                        scale_acc(call, weighed + v, scratch)
+            for step in range(STEPS):
+                j = step * STEP_N
+                if j < to_score:
+                    q_t = scratch + call[c.Q_T] + scored * column_q(call)
+                    score_step(call, q_t, j, min(STRIP, columns - scored), s_new, scratch)
+                if j < to_weigh:
+                    for v in range(min(STRIP, columns - weighed)):
+                        p = p_new + v * COLUMN_P + (j >> 1) * COLUMN_ROW
+                        weigh_pairs(call, factors, weighed + v, s_old + v * COLUMN_S + j * COLUMN_ROW, p, scratch)
+                if to_add > 0:
+                    first, end = dims * step // STEPS * PAIR_DIMS, dims * (step + 1) // STEPS * PAIR_DIMS
+                    end = min(end, round_up(call[c.HEAD_SIZE], 16))
+                    acc = scratch + call[c.ACC] + added * column_acc(call)
+                    alpha = scratch + call[c.ALPHA] + added * COLUMN_ROW
+                    width = min(STRIP, columns - added)
+                    if first < end:
+                        output_step(call, p_old, to_add, first, end, width, acc, alpha, scratch)
+            if special_values and to_add > 0:
+                for v in range(min(STRIP, columns - added)):
+                    add_special(call, values, added + v, p_old + v * COLUMN_P, kv_pos, to_add, scratch)
+
+    @part
+    def attend_keys(
+        call: Any,
+        factors: Any,
+        entry: Any,
+        sequence: Any,
+        runs: Any,
+        table: Any,
+        columns: Any,
+        k: Any,
+        v: Any,
+        scratch: Any,
+    ) -> None:
+        """All columns of a tile against the keys of one work item, whose rows are listed a block ahead."""
+        kv_idx, n_end = entry[tiling.N_BEGIN], entry[tiling.N_END]
+        keys, values = scratch + call[c.KEY_LIST], scratch + call[c.VALUE_LIST]
+        next_keys, next_values = keys + 8 * BLOCK_N, values + 8 * BLOCK_N
+        kv_pos, num_keys = tiling.kv_pos_of_key(runs, tiling.run_of_key(runs, sequence, kv_idx), kv_idx), 0
+        while True:
+            kv_idx += num_keys
+            run = tiling.run_of_key(runs, sequence, kv_idx)
+            next_pos = tiling.kv_pos_of_key(runs, run, kv_idx)
+            count = tiling.keys_in_block(runs, run, kv_idx, n_end, BLOCK_N)
+            list_rows(call, k, call[c.K_BLOCK], call[c.K_SLOT], table, next_pos, count, count, next_keys)
+            list_rows(call, v, call[c.V_BLOCK], call[c.V_SLOT], table, next_pos, count, count, next_values)
+            if num_keys > 0:
+                attend_block(
+                    call, factors, columns, kv_pos, num_keys, keys, values, next_keys, next_values, count, scratch
+                )
+            keys, next_keys = next_keys, keys
+            values, next_values = next_values, values
+            kv_pos, num_keys = next_pos, count
+            if kv_idx >= n_end:
+                break
+
+    return attend_keys

@@ -1,0 +1,99 @@
+"""A pytest plugin (-p emulated): paths whose instructions this CPU lacks, with those imitated in plain vector code.
+
+What is imitated is the instructions alone, by Intel's description of them; all that surrounds them is what ships. Tiles are one
+set for the process: problems have to stay on one thread.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from numba_prefix.cpu import bfloats, cache, isa, tiles
+from numba_prefix.cpu.jit import inline, part
+from numba_prefix.cpu.lanes import call, i32x16
+from numba_prefix.cpu.memory import fma, load1_i32, load_f32, load_i32, splat_f32, splat_i32, store_f32
+
+TILE = 1024
+MEMORY = np.full(tiles.NUM_TILES * TILE, 0xFF, np.uint8)  # NaN: a tile that is used before it is loaded shows
+BASE = MEMORY.ctypes.data
+ZERO = np.float32(0.0)
+
+
+@part
+def tile_zero(tile: Any) -> None:
+    for row in range(16):
+        store_f32(BASE + TILE * tile + 64 * row, splat_f32(ZERO))
+
+
+@part
+def tile_load(tile: Any, address: Any, stride: Any) -> None:
+    for row in range(16):
+        store_f32(BASE + TILE * tile + 64 * row, load_f32(address + stride * row))
+
+
+@part
+def tile_store(tile: Any, address: Any, stride: Any) -> None:
+    for row in range(16):
+        store_f32(address + stride * row, load_f32(BASE + TILE * tile + 64 * row))
+
+
+@part
+def tile_dot(c: Any, a: Any, b: Any) -> None:
+    for row in range(16):
+        at = BASE + TILE * c + 64 * row
+        total = load_f32(at)
+        for k in range(16):
+            pair = splat_i32(np.int64(load1_i32(BASE + TILE * a + 64 * row + 4 * k)))
+            pairs = load_i32(BASE + TILE * b + 64 * k)
+            total = fma(bfloats.first_of_pairs(pair), bfloats.first_of_pairs(pairs), total)
+            total = fma(bfloats.second_of_pairs(pair), bfloats.second_of_pairs(pairs), total)
+        store_f32(at, total)
+
+
+@inline
+def nothing() -> None: ...
+
+
+def dot_pairs(builder: Any, total: Any, column: Any, scalar: Any) -> Any:
+    column, scalar = (builder.bitcast(x, i32x16.llvm) for x in (column, scalar))
+    for half in (bfloats.second_half, bfloats.first_half):  # in vdpbf16ps's order
+        total = call(builder, "llvm.fmuladd", half(builder, column), half(builder, scalar), total)
+    return total
+
+
+def is_real(path: str) -> bool:
+    return isa.obstacle(path) == ""
+
+
+def install() -> None:
+    """Before anything asks for a path. Real ones stay real; kernels of the others are not kept on disk."""
+    lacking = {path for path in isa.PATHS if not is_real(path)}
+    if isa.AVX512_BF16 in lacking:
+        bfloats.dot_pairs = dot_pairs
+    if isa.AMX in lacking:
+        for name, function in {
+            "tile_zero": tile_zero,
+            "tile_load": tile_load,
+            "tile_store": tile_store,
+            "tile_dot": tile_dot,
+            "enter_tiles": nothing,
+            "leave_tiles": nothing,
+        }.items():
+            setattr(tiles, name, function)
+    isa._obstacles = lambda: dict.fromkeys(isa.PATHS, "")
+    save, load = cache.KernelCache.save_overload, cache.KernelCache.load_overload
+    imitated = {f"drain_{path}" for path in lacking}
+
+    def save_real(self: Any, *arguments: Any) -> None:
+        if self.name not in imitated:
+            save(self, *arguments)
+
+    def load_real(self: Any, *arguments: Any) -> Any:
+        return None if self.name in imitated else load(self, *arguments)
+
+    cache.KernelCache.save_overload, cache.KernelCache.load_overload = save_real, load_real
+
+
+install()

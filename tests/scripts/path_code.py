@@ -1,0 +1,85 @@
+"""Compiles what is a path's own of its kernel for a CPU that has it, wherever this runs (nothing is executed), and tells what
+came out. For path `vector`, and with "whole" as a second argument: the whole kernel."""
+
+from __future__ import annotations
+
+import json
+import re
+import sys
+from typing import Any
+
+from numba import types
+
+from numba_prefix.cpu import call as c
+from numba_prefix.cpu import pairs
+from numba_prefix.cpu.call import BLOCK_N, STRIP
+from numba_prefix.cpu.jit import kernel
+from numba_prefix.cpu.paths import kernel_of, steps_of
+
+INTEGERS, FACTORS, TABLE = (
+    types.Array(*kind, "C") for kind in ((types.int64, 1), (types.float32, 1), (types.int64, 2))
+)
+
+
+def own_part(path: str) -> tuple[Any, tuple[Any, ...]]:
+    pack_values, score_step, scale_acc, output_step, enter, leave = steps_of(path)
+    pack_keys, weigh_pairs = pairs.pack_keys, pairs.weigh_pairs
+
+    def steps(call: Any, factors: Any, rows: Any, width: Any, scratch: Any) -> None:
+        enter()
+        s, p, acc, alpha = scratch + call[c.S], scratch + call[c.P], scratch + call[c.ACC], scratch + call[c.ALPHA]
+        pack_keys(call, rows, BLOCK_N, scratch)
+        pack_values(call, False, rows, BLOCK_N, scratch)
+        for key in range(0, BLOCK_N, pairs.STEP_N):
+            score_step(call, scratch + call[c.Q_T], key, width, s, scratch)
+            weigh_pairs(call, factors, 0, s, p, scratch)
+        scale_acc(call, STRIP - 1, scratch)
+        output_step(call, p, BLOCK_N, 0, call[c.HEAD_SIZE], width, acc, alpha, scratch)
+        leave()
+
+    return kernel(steps), (INTEGERS, FACTORS, types.int64, types.int64, types.int64)
+
+
+def inner_loops(assembly: str) -> list[list[str]]:
+    loops, label, block = [], "", []
+    for line in assembly.splitlines():
+        text = line.split("#")[0].strip()
+        if text.endswith(":"):
+            label, block = text[:-1], []
+        elif text and not text.startswith("."):
+            block.append(text)
+            if text.startswith("j") and text.split()[-1] == label:
+                loops.append(block)
+                block = []
+    return loops
+
+
+def facts(path: str, is_whole: bool) -> dict[str, Any]:
+    if is_whole:
+        fresh, signature = kernel_of(path), (INTEGERS, FACTORS, TABLE, TABLE, TABLE, types.int64, types.int64)
+    else:
+        fresh, signature = own_part(path)
+    fresh._cache.load_overload = fresh._cache.save_overload = lambda *_: None
+    fresh.compile(signature)
+    (signature,) = fresh.signatures
+    llvm_ir, assembly = fresh.inspect_llvm(signature), fresh.inspect_asm(signature)
+    words = "ldtilecfg tilerelease tileloadd tilestored tdpbf16ps vdpbf16ps vcvtne2ps2bf16"
+    loops = [loop for loop in inner_loops(assembly) if any("dpbf16ps" in line for line in loop)]
+    return {
+        "counts": {word: len(re.findall(rf"^\s+{word}\b", assembly, re.M)) for word in words.split()},
+        "loops": [
+            {
+                "dots": sum("dpbf16ps" in line for line in loop),
+                "spills": [line for line in loop if "(%rsp" in line and re.search(r"%[xyz]mm|%tmm", line)],
+                "registers": sorted(
+                    {x for line in loop if "dpbf16ps" in line for x in re.findall(r"%([xyzt]mm)", line)}
+                ),
+            }
+            for loop in loops
+        ],
+        "doubles": len(re.findall(r"\bdouble\b", llvm_ir)),
+        "calls": sorted(set(re.findall(r"\b(__truncsfbf2|__extendhfsf2|__truncsfhf2)\b", assembly))),
+    }
+
+
+print(json.dumps([facts(path, "whole" in sys.argv) for path in sys.argv[1].split(",")]))
