@@ -26,6 +26,7 @@ _SOURCES = (
         "cpu.bfloats",
         "cpu.cache",
         "cpu.call",
+        "cpu.compiling",
         "cpu.dot_pairs",
         "cpu.dots",
         "cpu.features",

@@ -14,7 +14,9 @@ from numba.extending import register_jitable
 
 from numba_prefix import masks, softmax, tiling
 from numba_prefix.cpu.cache import KernelCache
+from numba_prefix.cpu.compiling import PartCompiler
 from numba_prefix.ending import StopAtExit
+from numba_prefix.remembered import remembered_types
 from numba_prefix.uninterrupted import keep_over_forks
 
 # error_model: an integer division is one instruction, no branch that raises. No fastmath: infinities and NaN are real here.
@@ -27,7 +29,8 @@ class Kernel(CPUDispatcher):
     """A kernel is compiled even where NUMBA_DISABLE_JIT asks for Python: there is no Python version of it to debug."""
 
     def compile(self, sig: Any) -> Any:
-        with global_compiler_lock, _at_exit.compiling(), event.install_listener("numba:run_pass", _at_exit):
+        listening = event.install_listener("numba:run_pass", _at_exit)
+        with global_compiler_lock, _at_exit.compiling(), remembered_types(), listening:
             disabled, config.DISABLE_JIT = config.DISABLE_JIT, 0
             try:
                 return super().compile(sig)
@@ -54,12 +57,12 @@ def kernel(function: Callable[..., Any]) -> Any:
 
 def inline(function: Callable[..., Any]) -> Any:
     """A device function: part of every kernel that calls it."""
-    return register_jitable(**DEVICE_OPTIONS, forceinline=True)(function)
+    return register_jitable(**DEVICE_OPTIONS, forceinline=True, pipeline_class=PartCompiler)(function)
 
 
 def part(function: Callable[..., Any]) -> Any:
     """A function that kernels call, compiled once in each."""
-    return register_jitable(**DEVICE_OPTIONS)(function)
+    return register_jitable(**DEVICE_OPTIONS, pipeline_class=PartCompiler)(function)
 
 
 for _rule in (
