@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from numba_prefix.arrays import as_numpy, describe
+from numba_prefix.arrays import as_numpy, data_address, describe
 
 
 class _Kept(threading.local):
@@ -29,11 +29,11 @@ def take(given: Any, size: int) -> tuple[int, Any]:
         buffer, _kept.buffer = _kept.buffer, None
         if buffer is None or buffer.nbytes < size:
             buffer = np.empty(size, np.uint8)
-        return buffer.__array_interface__["data"][0], buffer
+        return data_address(buffer), buffer
     view = _bytes_of(given)
     if view.nbytes < size:
         raise ValueError(f"workspace: got {view.nbytes} bytes, expected at least {size}")
-    return view.__array_interface__["data"][0], view
+    return data_address(view), view
 
 
 def give_back(buffer: NDArray[np.uint8]) -> None:

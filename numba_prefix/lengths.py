@@ -6,6 +6,7 @@ Messages are those of problem.py: "<argument>: got <what>, expected <what>".
 from __future__ import annotations
 
 import operator
+from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -18,6 +19,7 @@ if TYPE_CHECKING:
 
 INTEGER_DTYPES = ("int8", "uint8", "int16", "uint16", "int32", "uint32", "int64", "uint64")
 INT32_MAX = 2**31 - 1
+SHORT_LIST = 64  # so that lengths which are remembered are few
 SMALL_TABLE = 1 << 14  # entries; a larger table may be mostly unread
 
 
@@ -27,6 +29,27 @@ def check_lengths(problem: Problem, seq_len: Any, kv_seq_len: Any) -> tuple[NDAr
     Takes lists, tuples, NumPy arrays and CPU tensors of any integer type, [batch]. A sequence without query tokens may
     have any kv_seq_len >= 0. Raises TypeError (bool, float, GPU memory) and ValueError, naming the sequence.
     """
+    if _are_short_lists(seq_len, kv_seq_len):
+        return _known_lengths(problem, tuple(seq_len), tuple(kv_seq_len))
+    return _check_lengths(problem, seq_len, kv_seq_len)
+
+
+def _are_short_lists(*lengths: Any) -> bool:
+    return all(type(x) in (list, tuple) and len(x) <= SHORT_LIST and set(map(type, x)) == {int} for x in lengths)
+
+
+@lru_cache(maxsize=64)
+def _known_lengths(
+    problem: Problem, seq_len: tuple[int, ...], kv_seq_len: tuple[int, ...]
+) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    """Layers of a network give the same ones, one after the other: 4 us instead of 23."""
+    lengths = _check_lengths(problem, seq_len, kv_seq_len)
+    for array in lengths:
+        array.flags.writeable = False
+    return lengths
+
+
+def _check_lengths(problem: Problem, seq_len: Any, kv_seq_len: Any) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
     q_len = _host_lengths(seq_len, "seq_len", problem.batch)
     kv_len = _host_lengths(kv_seq_len, "kv_seq_len", problem.batch)
     limit = min(_capacity(problem), INT32_MAX)

@@ -148,7 +148,8 @@ class Op:
         shape = tuple(query.shape) if q.kind != "dlpack" else describe(query, "query").shape
         made = describe(self._runner.allocate(q, shape, dtype), "out")
         made.shape, made.strides = q.shape, contiguous_strides(q.shape)
-        self._operands = replace(self._operands, out=made)
+        o = self._operands
+        self._operands = Operands(o.q, o.k_cache, o.v_cache, o.block_tables, o.mask, o.slopes, made)
         self._bind()
 
 

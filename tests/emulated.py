@@ -83,6 +83,7 @@ def install() -> None:
         }.items():
             setattr(tiles, name, function)
     isa._obstacles = lambda: dict.fromkeys(isa.PATHS, "")
+    isa._best_from.cache_clear()
     save, load = cache.KernelCache.save_overload, cache.KernelCache.load_overload
     imitated = {f"drain_{path}" for path in lacking}
 

@@ -11,6 +11,7 @@ import platform
 import re
 import subprocess
 import sys
+from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -62,15 +63,17 @@ def reason_of(dtype: str) -> str:
 
 
 @pytest.fixture
-def some_machine(monkeypatch: pytest.MonkeyPatch) -> Any:
+def some_machine(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     """Has the paths that a test says, others not."""
 
     def has(*paths: str) -> None:
         monkeypatch.setattr(isa, "_obstacles", lambda: {p: "" if p in paths else f"no {p} here" for p in isa.PATHS})
         monkeypatch.setattr(isa, "_wrong", {})
+        isa._best_from.cache_clear()
 
     monkeypatch.delenv(isa.VARIABLE, raising=False)
-    return has
+    yield has
+    isa._best_from.cache_clear()
 
 
 class TestChoice:

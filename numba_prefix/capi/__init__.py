@@ -32,7 +32,7 @@ def load(*, warmup: bool = False) -> Functions:
     """The C functions, the same at every call and in every thread.
 
     warmup: also compile the kernel, or load it from the cache, and check a small result, which the first call of a C
-    function does otherwise (about 20 s where nothing is cached). Raises TypeError for anything but a bool, and what
+    function does otherwise (about 15 s where nothing is cached). Raises TypeError for anything but a bool, and what
     numba_prefix.warmup raises.
     """
     if not isinstance(warmup, bool):

@@ -33,7 +33,7 @@ def command(arguments: argparse.Namespace) -> int:
     try:
         inputs, remarks = _overridden(loaded.inputs, arguments.mask_type, arguments.qk_scale)
         began = time.perf_counter()
-        with table.slow("loading kernels, or compiling them (about 20 s, once per machine and version)"):
+        with table.slow("loading kernels, or compiling them (about 15 s, once per machine and version)"):
             op, out, kernels = interruptible(lambda: first_run(inputs, Context(arguments.target, arguments.threads)))
         first_seconds = time.perf_counter() - began
     except TargetUnavailableError as error:

@@ -49,7 +49,7 @@ def tell(kernel: dict[str, Any], number: int, of: int) -> None:
 def _announcement(arguments: argparse.Namespace) -> str:
     if arguments.cc is not None:
         return "compiling what is not in the cache (some seconds each)"
-    return "loading kernels, or compiling them (about 20 s, once per machine and version)"
+    return "loading kernels, or compiling them (about 15 s, once per machine and version)"
 
 
 def _text(report: dict[str, Any]) -> str:

@@ -25,8 +25,12 @@ _XFEATURE_XTILEDATA = 18
 
 def path_of(dtype: str) -> str:
     """The path that a call takes: the best one for its dtype, from the forced one on. Raises as forced_path does."""
-    forced = forced_path()
-    candidates = PATHS[PATHS.index(forced) :] if forced else PATHS
+    return _best_from(forced_path() or PATHS[0], dtype)
+
+
+@functools.cache
+def _best_from(first: str, dtype: str) -> str:
+    candidates = PATHS[PATHS.index(first) :]
     return next(path for path in candidates if dtype in DTYPES[path] and not obstacle(path))
 
 
@@ -50,6 +54,7 @@ def obstacle(path: str) -> str:
 def give_up(path: str, reason: str) -> None:
     """Let no further call take a path."""
     _wrong[path] = reason
+    _best_from.cache_clear()
 
 
 _wrong: dict[str, str] = {}

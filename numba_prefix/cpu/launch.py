@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from numba_prefix import tiling
-from numba_prefix.arrays import Tensor
+from numba_prefix.arrays import Tensor, data_address
 from numba_prefix.cpu import call as c
 from numba_prefix.cpu import isa, openmp, probe
 from numba_prefix.cpu.features import cpu_name
@@ -40,6 +40,7 @@ fill_work = kernel(tiling.fill_work)
 # MFLOP take 145 us on one thread and 153 us on two.
 FLOPS_PER_WORKER = 8e6
 FLOPS_PER_LENT_WORKER = 0.6e6  # of PyTorch's, which are awake: two threads take 0.93 of one's time with 1.2 MFLOP
+MAX_KEPT_BATCH = 64  # so that plans which are kept are small
 MAX_WORKERS = 512  # helpers sleep for the life of the process: no slip of num_threads may start a million
 # Compiled code is left about this often, so that Ctrl-C is seen; and a guess of one thread's speed to translate it.
 FLOPS_PER_VISIT = 0.05 * 50e9
@@ -135,7 +136,18 @@ def plan(
     held.part_shift says. pool: whose threads help, as a Context says."""
     # Partial results are float32, and weights rounded to bfloat16 would show in them.
     path = _ready_path("float32" if is_part else problem.dtype)
+    if held_blocks is None and problem.batch <= MAX_KEPT_BATCH:
+        return _kept_plan(path, problem, q_len.tobytes(), kv_len.tobytes(), num_threads, is_part, pool)
     return _plan(path, problem, q_len, kv_len, num_threads, held_blocks, is_part, pool)
+
+
+@functools.lru_cache(maxsize=16)
+def _kept_plan(
+    path: str, problem: Problem, q_len: bytes, kv_len: bytes, num_threads: int, is_part: bool, pool: str
+) -> CpuPlan:
+    """Layers of a network ask for the same plan one after the other."""
+    q, kv = np.frombuffer(q_len, np.int64), np.frombuffer(kv_len, np.int64)
+    return _plan(path, problem, q, kv, num_threads, None, is_part, pool)
 
 
 def _plan(
@@ -251,5 +263,5 @@ def run(
         run_together(task, min(num_workers, plan.own_workers))
         return
     frame = plan.frame.copy()
-    frame[openmp.FIRST_ADDRESS] = openmp.address(call)
+    frame[openmp.FIRST_ADDRESS] = data_address(call)
     lent.run(frame, num_workers, task, cancel)

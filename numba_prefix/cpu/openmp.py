@@ -18,6 +18,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from numba_prefix.arrays import data_address
 from numba_prefix.assembly import address_of, assembled, constant
 from numba_prefix.uninterrupted import uninterrupted
 
@@ -87,7 +88,7 @@ class Team:
 
         frame: this call's own (frame_of). cancel: takes what no worker has begun out of the queue."""
         frame[NUM_WORKERS] = num_workers
-        place = address(frame)
+        place = data_address(frame)
         try:
             self._enter(place, self._size())
             task(0)
@@ -165,14 +166,10 @@ def _text(library: ctypes.CDLL, kernel: int, kinds: list[str]) -> str:
     )  # fmt: skip
 
 
-def address(array: NDArray[Any]) -> int:
-    return int(array.__array_interface__["data"][0])  # array.ctypes takes 2 us
-
-
 def frame_of(arrays: Sequence[NDArray[Any]]) -> NDArray[np.int64]:
     """A frame with a kernel's arrays, as Numba passes them: owners (which nobody counts here), size, item size, address, shape
     and strides."""
     frame = [0, 1, 1]
     for array in arrays:
-        frame += [0, 0, array.size, array.itemsize, address(array), *array.shape, *array.strides]
+        frame += [0, 0, array.size, array.itemsize, data_address(array), *array.shape, *array.strides]
     return np.array(frame, np.int64)

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from numba_prefix.arrays import Tensor, contiguous_strides
+from numba_prefix.arrays import Tensor, contiguous_strides, data_address
 from numba_prefix.masks import MaskType
 from numba_prefix.problem import Operands, Problem
 
@@ -61,5 +61,6 @@ def _values(stored: NDArray[np.uint16], dtype: str) -> NDArray[np.float64]:
 
 
 def _tensor(array: NDArray[Any], dtype: str) -> Tensor:
-    address = array.__array_interface__["data"][0]
-    return Tensor("", array, "numpy", address, dtype, array.shape, contiguous_strides(array.shape), "cpu", True)
+    return Tensor(
+        "", array, "numpy", data_address(array), dtype, array.shape, contiguous_strides(array.shape), "cpu", True
+    )
