@@ -14,10 +14,14 @@ from numba.extending import intrinsic
 
 from numba_prefix.cpu.features import features
 from numba_prefix.cpu.lanes import F32, I32, I64, LANES, call, f32x16, splat
-from numba_prefix.cpu.memory import I16X16, bf16_to_f32, emit_prefetch, f16_to_f32, pointer
+from numba_prefix.cpu.memory import I16, bf16_to_f32, emit_prefetch, f16_to_f32, pointer
 
-# Accumulators kept in registers at a time: 16 where there are 32 vector registers of 16 lanes, 4 elsewhere.
+# Accumulators of 16 lanes kept in registers at a time: 16 where there are 32 vector registers of 16 lanes, 4 elsewhere.
 DOTS = 16 if "avx512f" in features() else 4
+# Of a score's products, in registers as wide as the CPU's: with 8 of 8 lanes (2 keys times 4 rows) there are 6 loads for 8
+# multiply-adds; 4 of 16 lanes had 10.
+WIDTH, SUMS = (16, 16) if "avx512f" in features() else (8, 8) if "avx" in features() else (4, 8)
+GROUP = 4  # sums that become one vector, by additions across its lanes
 FOLD_ROWS = (1, 4, 8)  # as tiling.fold_rows
 # Vectors of a value row that one wide pass over the keys takes.
 VALUE_COLUMNS = {rows: max(1, min(4, DOTS // rows)) for rows in FOLD_ROWS}
@@ -25,10 +29,10 @@ ZERO = ir.Constant(f32x16.llvm, [ir.Constant(F32, 0.0)] * LANES)
 DTYPES = ("float16", "bfloat16", "float32")
 
 
-def _load_row(builder: ir.IRBuilder, dtype: str, address: ir.Value) -> ir.Value:
+def _load_row(builder: ir.IRBuilder, dtype: str, address: ir.Value, count: int = LANES) -> ir.Value:
     if dtype == "float32":
-        return builder.load(pointer(builder, address, f32x16.llvm), align=1)
-    raw = builder.load(pointer(builder, address, I16X16), align=1)
+        return builder.load(pointer(builder, address, ir.VectorType(F32, count)), align=1)
+    raw = builder.load(pointer(builder, address, ir.VectorType(I16, count)), align=1)
     return (f16_to_f32 if dtype == "float16" else bf16_to_f32)(builder, raw)
 
 
@@ -50,47 +54,87 @@ def _count_loop(builder: ir.IRBuilder, count: ir.Value, start: list[ir.Value], b
     return later
 
 
+def _pick(builder: ir.IRBuilder, a: ir.Value, b: ir.Value, lanes: list[int]) -> ir.Value:
+    """Lanes of a, then of b."""
+    order = [ir.Constant(I32, lane) for lane in lanes]
+    return builder.shuffle_vector(a, b, ir.Constant(ir.VectorType(I32, len(lanes)), order))
+
+
 def _sum_lanes(builder: ir.IRBuilder, vectors: list[ir.Value]) -> ir.Value:
-    """16 vectors to one: lane x holds the sum of vector x. Each round adds halves of two vectors at a time."""
-    distance = LANES // 2
+    """As many vectors as they have lanes to one: lane x holds the sum of vector x. Each round adds halves of two vectors at a
+    time."""
+    lanes = len(vectors)
+    distance = lanes // 2
     while len(vectors) > 1:
         half = len(vectors) // 2
-        keep = [x if not x & distance else LANES + x - distance for x in range(LANES)]
-        move = [x + distance if not x & distance else LANES + x for x in range(LANES)]
-        order = [ir.Constant(ir.VectorType(I32, LANES), [ir.Constant(I32, x) for x in o]) for o in (keep, move)]
-        vectors = [
-            builder.fadd(*(builder.shuffle_vector(vectors[x], vectors[x + half], o) for o in order))
-            for x in range(half)
-        ]
+        keep = [x if not x & distance else lanes + x - distance for x in range(lanes)]
+        move = [x + distance if not x & distance else lanes + x for x in range(lanes)]
+        pairs = zip(vectors[:half], vectors[half:], strict=True)
+        vectors = [builder.fadd(_pick(builder, a, b, keep), _pick(builder, a, b, move)) for a, b in pairs]
         distance //= 2
+    return vectors[0]
+
+
+def _sum_group(builder: ir.IRBuilder, vectors: list[ir.Value]) -> ir.Value:
+    """GROUP vectors to one of GROUP lanes: upper halves come down onto lower ones first."""
+    while (count := vectors[0].type.count) > GROUP:
+        lower, upper = list(range(count // 2)), list(range(count // 2, count))
+        vectors = [builder.fadd(_pick(builder, v, v, lower), _pick(builder, v, v, upper)) for v in vectors]
+    return _sum_lanes(builder, vectors)
+
+
+def _joined(builder: ir.IRBuilder, vectors: list[ir.Value]) -> ir.Value:
+    """All lanes side by side."""
+    while len(vectors) > 1:
+        both = list(range(2 * vectors[0].type.count))
+        vectors = [_pick(builder, a, b, both) for a, b in zip(vectors[::2], vectors[1::2], strict=True)]
     return vectors[0]
 
 
 def _emit_scores(builder: ir.IRBuilder, args: Any, rows: int, dtype: str) -> None:
     keys, values, q, q_pitch, depth, s = args
-    item = 64 if dtype == "float32" else 32
+    item = 4 if dtype == "float32" else 2
     offset = lambda base, i: builder.add(base, ir.Constant(I64, i))  # noqa: E731
+    num_keys = LANES // rows
     sources, asked_for = (
-        [builder.load(pointer(builder, offset(listed, 8 * i), I64), align=8) for i in range(LANES // rows)]
+        [builder.load(pointer(builder, offset(listed, 8 * i), I64), align=8) for i in range(num_keys)]
         for listed in (keys, values)
     )
     q_rows = [builder.add(q, builder.mul(q_pitch, ir.Constant(I64, r))) for r in range(rows)]
-    sums: list[ir.Value] = []
-    for first in range(0, LANES, DOTS):
-        lanes = range(first, first + DOTS)
+    key_block = min(num_keys, SUMS // min(rows, GROUP))
+    row_block = min(rows, SUMS // key_block)
+    zero = ir.Constant(ir.VectorType(F32, WIDTH), [ir.Constant(F32, 0.0)] * WIDTH)
+    sums: dict[int, ir.Value] = {}  # by lane, of groups by their first
+    for first_key, first_row in ((k, r) for k in range(0, num_keys, key_block) for r in range(0, rows, row_block)):
+        some_keys, some_rows = range(first_key, first_key + key_block), range(first_row, first_row + row_block)
+        blocks = [(k, r) for k in some_keys for r in some_rows]
 
-        def body(i: ir.Value, acc: list[ir.Value], lanes: range = lanes) -> list[ir.Value]:
-            at_k, at_q = (builder.mul(i, ir.Constant(I64, size)) for size in (item, 64))
-            for x in sorted({x // rows for x in lanes}):
-                emit_prefetch(builder, builder.add(asked_for[x], at_k))
-            k = {x: _load_row(builder, dtype, builder.add(sources[x], at_k)) for x in {x // rows for x in lanes}}
-            q = {r: _load_row(builder, "float32", builder.add(q_rows[r], at_q)) for r in {x % rows for x in lanes}}
-            return [
-                call(builder, "llvm.fmuladd", k[x // rows], q[x % rows], a) for x, a in zip(lanes, acc, strict=True)
-            ]
+        def body(
+            i: ir.Value,
+            acc: list[ir.Value],
+            some_keys: range = some_keys,
+            some_rows: range = some_rows,
+            blocks: list[tuple[int, int]] = blocks,
+        ) -> list[ir.Value]:
+            at_k, at_q = (builder.mul(i, ir.Constant(I64, size * LANES)) for size in (item, 4))
+            for k in some_keys if some_rows[0] == 0 else ():
+                emit_prefetch(builder, builder.add(asked_for[k], at_k))
+            for x in range(0, LANES, WIDTH):
+                k_at = {k: offset(builder.add(sources[k], at_k), item * x) for k in some_keys}
+                q_at = {r: offset(builder.add(q_rows[r], at_q), 4 * x) for r in some_rows}
+                key = {k: _load_row(builder, dtype, at, WIDTH) for k, at in k_at.items()}
+                row = {r: _load_row(builder, "float32", at, WIDTH) for r, at in q_at.items()}
+                acc = [call(builder, "llvm.fmuladd", key[k], row[r], a) for (k, r), a in zip(blocks, acc, strict=True)]
+            return acc
 
-        sums += _count_loop(builder, depth, [ZERO] * DOTS, body)
-    builder.store(_sum_lanes(builder, sums), pointer(builder, s, f32x16.llvm), align=4)
+        totals = _count_loop(builder, depth, [zero] * len(blocks), body)
+        size = 1 if WIDTH == LANES else GROUP
+        for x in range(0, len(blocks), size):
+            key, row = blocks[x]
+            sums[key * rows + row] = totals[x] if size == 1 else _sum_group(builder, totals[x : x + size])
+    ordered = [sums[lane] for lane in sorted(sums)]
+    total = _sum_lanes(builder, ordered) if WIDTH == LANES else _joined(builder, ordered)
+    builder.store(total, pointer(builder, s, f32x16.llvm), align=4)
 
 
 def _emit_values(builder: ir.IRBuilder, args: Any, rows: int, dtype: str, columns: int) -> None:

@@ -79,7 +79,7 @@ def widen(context: Any, builder: ir.IRBuilder, value: ir.Value, given: types.Typ
 def call(builder: ir.IRBuilder, name: str, *args: ir.Value) -> ir.Value:
     """An LLVM intrinsic overloaded on the type of its first argument."""
     vector = args[0].type
-    suffix = f"v{LANES}{'f32' if vector.element == F32 else str(vector.element)}"
+    suffix = f"v{vector.count}{'f32' if vector.element == F32 else str(vector.element)}"
     function = builder.module.declare_intrinsic(f"{name}.{suffix}", (), ir.FunctionType(vector, [a.type for a in args]))
     return builder.call(function, args)
 
