@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from numba_prefix.cpu.vector import COLUMN_ROW, FLOAT, NV
 from numba_prefix.planning import BIASES
-from numba_prefix.tiling import round_up
+from numba_prefix.tiling import MAX_FOLD_ROWS, round_up
 
 # 128 x 128 beats 64 x 64 by about 10 % on one thread (AVX-512, head size 128): keys and values are widened for twice the
 # rows, accumulators loaded and stored for twice the keys, and the working set of 300 KB still fits an L2 cache.
@@ -24,16 +24,20 @@ TALL_TILES_PER_THREAD = 32  # with fewer, threads would wait for the last one lo
 # them. 4 rows of head size 128 from memory, ns a key with 128, 64 and 32: 216 to 228, 193 to 213 and 183 to 213 (float32); 152,
 # 137 to 160 and 132 (float16). With 32 there is twice as much to do between blocks, which faster CPUs would notice.
 FEW_N = 64
+# kv heads that one work item of few rows takes in turns, FEW_N keys of each, if there are enough items: their rows lie side by
+# side, in the same pages of memory.
+MAX_ITEM_HEADS = 8
+MIN_ITEMS_PER_THREAD = 8
 
 # fmt: off
 (
     # byte addresses
     QUEUE, ARRIVALS, PARTIALS, SCRATCH, Q, K, V, TABLES, MASK, SLOPES, OUT, LSE,
     # byte strides
-    SCRATCH_BYTES, Q_TOKEN, Q_HEAD, K_BLOCK, K_SLOT, K_HEAD, V_BLOCK, V_SLOT, V_HEAD, TABLE_ROW, TABLE_COLUMN,
+    SCRATCH_BYTES, HEAD_BYTES, Q_TOKEN, Q_HEAD, K_BLOCK, K_SLOT, K_HEAD, V_BLOCK, V_SLOT, V_HEAD, TABLE_ROW, TABLE_COLUMN,
     MASK_HEAD, MASK_ROW, MASK_COLUMN, OUT_TOKEN, OUT_HEAD,
     # counts
-    NUM_ITEMS, KV_HEAD_NUM, GROUP_SIZE, HEAD_SIZE, BLOCK_SIZE, TILE_ROWS,
+    NUM_ITEMS, KV_HEAD_NUM, ITEM_HEADS, GROUP_SIZE, HEAD_SIZE, BLOCK_SIZE, TILE_ROWS,
     # codes
     DTYPE, OUT_DTYPE, MASK_DTYPE, BIAS, IS_CAUSAL, HAS_SHIFT,
     # byte offsets in a worker's scratch, and the pitch of its rows of keys and values
@@ -42,7 +46,7 @@ FEW_N = 64
     # of the paths for pairs of bfloat16 (cpu/pairs.py)
     P, ZERO_ROW, IS_SPECIAL, PARTS, K_PITCH, V_PITCH, V_PART, P_PART,
     CALL_LENGTH,
-) = range(67)
+) = range(69)
 # fmt: on
 
 # Places in the float32 array of factors. qk_scale's sign is multiplied into the queries (exactly): units are positive.
@@ -60,6 +64,24 @@ def scratch_layout(head_size: int, tile_rows: int) -> tuple[dict[int, int], int]
     # One cache line more than the row: rows a power of two apart would share few cache sets.
     pitch = depth * FLOAT + 64
     return _placed(_sizes(depth, tile_rows // 16, pitch), {PITCH: pitch})
+
+
+def few_layout(head_size: int) -> tuple[dict[int, int], int]:
+    """As scratch_layout, of one kv head where all sequences have few rows (tiling.fold_rows)."""
+    depth = round_up(head_size, 16)
+    pitch = depth * FLOAT + 64
+    sizes = _sizes(depth, 1, pitch) | {
+        Q_T: MAX_FOLD_ROWS * pitch,
+        K_ROWS: 0,
+        V_ROWS: 0,
+        S: MAX_FOLD_ROWS * FEW_N * FLOAT,
+        ENTRIES: MAX_FOLD_ROWS * FEW_N * FLOAT,
+        ACC: MAX_FOLD_ROWS * pitch,
+        ROWS: 0,
+        KEY_LIST: 2 * FEW_N * 8,
+        VALUE_LIST: FEW_N * 8,
+    }
+    return _placed(sizes, {PITCH: pitch})
 
 
 def _sizes(depth: int, columns: int, pitch: int) -> dict[int, int]:

@@ -196,27 +196,35 @@ def attend_few(
     v: Any,
     scratch: Any,
 ) -> None:
-    """All keys of one work item. Key rows are listed a block ahead, so that they can be asked for in time."""
-    kv_idx, n_end = entry[tiling.N_BEGIN], entry[tiling.N_END]
+    """All keys of one work item, a block of them for each of its heads in turn: k and v are the first head's. Key rows are
+    listed a turn ahead, so that they can be asked for in time."""
+    kv_idx, n_end, head = entry[tiling.N_BEGIN], entry[tiling.N_END], 0
     run = tiling.run_of_key(runs, sequence, kv_idx)
     kv_pos = tiling.kv_pos_of_key(runs, run, kv_idx)
     num_keys = tiling.keys_in_block(runs, run, kv_idx, n_end, FEW_N)
-    keys, values = scratch + call[c.KEY_LIST], scratch + call[c.VALUE_LIST]
+    keys = scratch + call[c.KEY_LIST]
     next_keys = keys + 8 * FEW_N
     list_rows(call, k, call[c.K_BLOCK], call[c.K_SLOT], table, kv_pos, num_keys, FEW_N, keys)
     while kv_idx < n_end:
-        list_rows(call, v, call[c.V_BLOCK], call[c.V_SLOT], table, kv_pos, num_keys, FEW_N, values)
-        kv_idx += num_keys
-        run = tiling.run_of_key(runs, sequence, kv_idx)
-        next_pos = tiling.kv_pos_of_key(runs, run, kv_idx)
-        next_count = tiling.keys_in_block(runs, run, kv_idx, n_end, FEW_N)
-        list_rows(call, k, call[c.K_BLOCK], call[c.K_SLOT], table, next_pos, next_count, FEW_N, next_keys)
-        is_edge = np.int64(load1_i32(scratch + call[c.LAST])) < kv_pos + num_keys - 1
-        score_few(call, factors, fold_rows, is_edge, kv_pos, num_keys, keys, scratch)
-        if is_edge and has_special_few(call, num_keys, scratch):
-            careful_few(call, fold_rows, kv_pos, num_keys, scratch)
+        own = scratch + head * call[c.HEAD_BYTES]
+        values, v_head = own + call[c.VALUE_LIST], v + head * call[c.V_HEAD]
+        list_rows(call, v_head, call[c.V_BLOCK], call[c.V_SLOT], table, kv_pos, num_keys, FEW_N, values)
+        next_pos, next_count = kv_pos, num_keys
+        head += 1
+        if head == call[c.ITEM_HEADS]:
+            head = 0
+            kv_idx += num_keys
+            run = tiling.run_of_key(runs, sequence, kv_idx)
+            next_pos = tiling.kv_pos_of_key(runs, run, kv_idx)
+            next_count = tiling.keys_in_block(runs, run, kv_idx, n_end, FEW_N)
+        k_head = k + head * call[c.K_HEAD]
+        list_rows(call, k_head, call[c.K_BLOCK], call[c.K_SLOT], table, next_pos, next_count, FEW_N, next_keys)
+        is_edge = np.int64(load1_i32(own + call[c.LAST])) < kv_pos + num_keys - 1
+        score_few(call, factors, fold_rows, is_edge, kv_pos, num_keys, keys, own)
+        if is_edge and has_special_few(call, num_keys, own):
+            careful_few(call, fold_rows, kv_pos, num_keys, own)
         else:
-            output_few(call, fold_rows, num_keys, next_keys, scratch)
+            output_few(call, fold_rows, num_keys, next_keys, own)
         keys, next_keys = next_keys, keys
         kv_pos, num_keys = next_pos, next_count
 

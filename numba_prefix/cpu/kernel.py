@@ -122,6 +122,27 @@ def finish_split(call: Any, factors: Any, entry: Any, rows: Any, fold_rows: Any,
     return True
 
 
+@part
+def finish(
+    call: Any,
+    factors: Any,
+    entry: Any,
+    sequence: Any,
+    first_row: Any,
+    rows: Any,
+    fold_rows: Any,
+    kv_head: Any,
+    scratch: Any,
+) -> None:
+    """The state of one head's tile, or split of it, to output rows or to where the last of its splits finds it."""
+    if entry[tiling.NUM_SPLITS] > 1 and not finish_split(call, factors, entry, rows, fold_rows, kv_head, scratch):
+        return
+    if fold_rows > 0:
+        store_output_few(call, factors, sequence, rows, fold_rows, kv_head, scratch)
+    else:
+        store_output(call, factors, sequence, first_row, rows, kv_head, scratch)
+
+
 @inline
 def nothing() -> None: ...
 
@@ -136,8 +157,8 @@ def make_drain(
     """
 
     def drain(call: Any, factors: Any, sequences: Any, runs: Any, work: Any, worker: Any, max_items: Any) -> Any:
-        """One work item = (tile, split, kv head). Takes items from the queue until it is empty or max_items are done; returns
-        whether items were left.
+        """One work item = (tile, split, ITEM_HEADS kv heads: one, unless all rows are few). Takes items from the queue until it
+        is empty or max_items are done; returns whether items were left.
 
         call       int64 [CALL_LENGTH]
         factors    float32 [FACTORS_LENGTH]
@@ -146,7 +167,8 @@ def make_drain(
         work       int64 [entries, WORK_COLUMNS]
         """
         scratch = call[c.SCRATCH] + worker * call[c.SCRATCH_BYTES]
-        kv_head_num, group_size = call[c.KV_HEAD_NUM], call[c.GROUP_SIZE]
+        item_heads, group_size = call[c.ITEM_HEADS], call[c.GROUP_SIZE]
+        head_groups = call[c.KV_HEAD_NUM] // item_heads
         float_mode = enter_float_mode()
         enter_unit()
         is_left = True
@@ -155,7 +177,7 @@ def make_drain(
             if item >= call[c.NUM_ITEMS]:
                 is_left = False
                 break
-            entry, kv_head = work[item // kv_head_num], item % kv_head_num
+            entry, kv_head = work[item // head_groups], item % head_groups * item_heads
             sequence = sequences[entry[tiling.SEQUENCE]]
             q_len, m_block = sequence[tiling.Q_LEN], entry[tiling.M_BLOCK]
             first_row = m_block * call[c.TILE_ROWS]
@@ -164,20 +186,17 @@ def make_drain(
             table = call[c.TABLES] + entry[tiling.SEQUENCE] * call[c.TABLE_ROW]
             k, v = call[c.K] + kv_head * call[c.K_HEAD], call[c.V] + kv_head * call[c.V_HEAD]
             if fold_rows > 0:
-                start_few(call, factors, sequence, runs, rows, fold_rows, kv_head, scratch)
+                for head in range(item_heads):
+                    own = scratch + head * call[c.HEAD_BYTES]
+                    start_few(call, factors, sequence, runs, rows, fold_rows, kv_head + head, own)
                 attend_few(call, factors, entry, sequence, runs, fold_rows, table, k, v, scratch)
             else:
                 load_queries(call, factors, sequence, runs, first_row, rows, kv_head, scratch)
                 start_state(call, lane_rows(rows) >> 4, scratch)
                 attend_keys(call, factors, entry, sequence, runs, table, lane_rows(rows) >> 4, k, v, scratch)
-            if entry[tiling.NUM_SPLITS] > 1 and not finish_split(
-                call, factors, entry, rows, fold_rows, kv_head, scratch
-            ):
-                continue
-            if fold_rows > 0:
-                store_output_few(call, factors, sequence, rows, fold_rows, kv_head, scratch)
-            else:
-                store_output(call, factors, sequence, first_row, rows, kv_head, scratch)
+            for head in range(item_heads):
+                own = scratch + head * call[c.HEAD_BYTES]
+                finish(call, factors, entry, sequence, first_row, rows, fold_rows, kv_head + head, own)
         leave_unit()
         leave_float_mode(float_mode)
         return is_left

@@ -163,22 +163,27 @@ def _plan(
     tile_rows = _tile_rows(problem, q_len, kv_len, num_threads)
     cut = cut_work(problem, q_len, kv_len, held_blocks, tile_rows, c.BLOCK_N, (count_work, fill_work))
     kv_heads = problem.kv_head_num
-    num_items = len(cut.work) * kv_heads
+    has_few = tiling.fold_rows(int(q_len.max(initial=0)), problem.group_size, problem.head_size) > 0
+    item_heads = _item_heads(len(cut.work), kv_heads, num_threads) if has_few else 1
+    num_items = len(cut.work) * kv_heads // item_heads
     flops = 4.0 * problem.head_size * problem.head_num * float(np.dot(q_len.astype(np.float64), cut.num_held))
     most_workers = min(num_threads, MAX_WORKERS, num_items)
     own_workers = max(1, min(most_workers, int(flops / FLOPS_PER_WORKER)))
     num_workers = max(1, min(most_workers, int(flops / FLOPS_PER_LENT_WORKER))) if pool == "torch" else own_workers
     items_per_visit = max(1, int(num_items * min(1.0, FLOPS_PER_VISIT / max(flops, 1.0))))
-    offsets, scratch_bytes = layout_of(path, problem.dtype, problem.head_size, tile_rows)
+    offsets, head_bytes = (
+        few_layout(problem.head_size) if has_few else layout_of(path, problem.dtype, problem.head_size, tile_rows)
+    )
     layout = workspace_layout(
-        cut.split_tiles * kv_heads, cut.partial_f32 * kv_heads, scratch_bytes, num_workers, num_items
+        cut.split_tiles * kv_heads, cut.partial_f32 * kv_heads, head_bytes * item_heads, num_workers, num_items
     )
     bias = bias_of(problem)
     template = np.zeros(c.CALL_LENGTH, np.int64)
     for place, value in offsets.items():
         template[place] = value
-    template[c.SCRATCH_BYTES] = layout.scratch_bytes
-    template[c.NUM_ITEMS], template[c.KV_HEAD_NUM], template[c.GROUP_SIZE] = num_items, kv_heads, problem.group_size
+    template[c.SCRATCH_BYTES], template[c.HEAD_BYTES] = layout.scratch_bytes, head_bytes
+    template[c.NUM_ITEMS], template[c.KV_HEAD_NUM], template[c.ITEM_HEADS] = num_items, kv_heads, item_heads
+    template[c.GROUP_SIZE] = problem.group_size
     template[c.HEAD_SIZE], template[c.BLOCK_SIZE] = problem.head_size, problem.block_size
     template[c.TILE_ROWS] = tile_rows
     template[c.DTYPE] = c.DTYPE_CODES[problem.dtype]
@@ -190,6 +195,18 @@ def _plan(
     return CpuPlan(
         path, layout, cut.sequences, cut.runs, cut.work, template, factors, items_per_visit, own_workers, frame
     )
+
+
+def _item_heads(entries: int, kv_heads: int, num_threads: int) -> int:
+    """kv heads of a work item of few rows."""
+    return max(
+        heads
+        for heads in range(1, min(kv_heads, c.MAX_ITEM_HEADS) + 1)
+        if kv_heads % heads == 0 and (heads == 1 or entries * kv_heads >= heads * num_threads * c.MIN_ITEMS_PER_THREAD)
+    )
+
+
+few_layout = functools.cache(c.few_layout)
 
 
 def _tile_rows(problem: Problem, q_len: NDArray[np.int64], kv_len: NDArray[np.int64], num_threads: int) -> int:
