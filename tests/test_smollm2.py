@@ -5,6 +5,7 @@ $NUMBA_PREFIX_SMOLLM2 names a wheel that is at hand already. Skipped only where 
 
 from __future__ import annotations
 
+import copy
 import hashlib
 import json
 import os
@@ -110,14 +111,12 @@ def test_continuous_batching(language_model: tuple[Any, Any]) -> None:
     assert tokens["numba_prefix"] == tokens["eager"]
 
 
-def test_logits_in_bfloat16(language_model: tuple[Any, Any], wheel: Path) -> None:
+def test_logits_in_bfloat16(language_model: tuple[Any, Any]) -> None:
     """No further from the float32 logits than twice what eager attention in bfloat16 is, and on average no further."""
-    from numba_prefix.integrations.transformers.gguf import load
-
     tokenizer, model = language_model
     tokens = tokenizer(PROMPTS[1] + PROMPTS[4], return_tensors="pt")["input_ids"]
     model.set_attn_implementation("eager")
-    _, rounded = load(wheel, "bfloat16", "eager")
+    rounded = copy.deepcopy(model).to(torch.bfloat16)
     with torch.no_grad():
         exact = model(tokens).logits
         errors = {}
@@ -130,13 +129,23 @@ def test_logits_in_bfloat16(language_model: tuple[Any, Any], wheel: Path) -> Non
     assert ours.mean() <= eager.mean() + eps * exact.abs().mean()
 
 
-def test_demo(wheel: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_demo(
+    language_model: tuple[Any, Any], wheel: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     """The system prompt is computed once; requests attend to its pages."""
     from numba_prefix.__main__ import main
     from numba_prefix.cli import chat
+    from numba_prefix.integrations.transformers import gguf
 
+    def loaded(path: Path, dtype: str) -> tuple[Any, Any]:
+        """Loading takes 30 s; it was done for the fixture."""
+        assert (path, dtype) == (wheel, "float32")
+        language_model[1].set_attn_implementation("numba_prefix")
+        return language_model
+
+    monkeypatch.setattr(gguf, "load", loaded)
     monkeypatch.setattr(chat, "QUESTIONS", chat.QUESTIONS[:2])
-    assert main(["chat-demo", str(wheel), "--json", "--max-new-tokens", "6"]) == 0
+    assert main(["chat-demo", str(wheel), "--json", "--max-new-tokens", "6", "--dtype", "float32"]) == 0
     report = json.loads(capsys.readouterr().out)
     shared, alone = report["shared"], report["alone"]
     assert report["ok"] and report["requests"][0]["answer"] == "The ride to the summit takes"

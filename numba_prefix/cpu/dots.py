@@ -119,13 +119,15 @@ def _emit_scores(builder: ir.IRBuilder, args: Any, rows: int, dtype: str) -> Non
             at_k, at_q = (builder.mul(i, ir.Constant(I64, size * LANES)) for size in (item, 4))
             for k in some_keys if some_rows[0] == 0 else ():
                 emit_prefetch(builder, builder.add(asked_for[k], at_k))
+            sum_of = dict(zip(blocks, acc, strict=True))
             for x in range(0, LANES, WIDTH):
-                k_at = {k: offset(builder.add(sources[k], at_k), item * x) for k in some_keys}
                 q_at = {r: offset(builder.add(q_rows[r], at_q), 4 * x) for r in some_rows}
-                key = {k: _load_row(builder, dtype, at, WIDTH) for k, at in k_at.items()}
                 row = {r: _load_row(builder, "float32", at, WIDTH) for r, at in q_at.items()}
-                acc = [call(builder, "llvm.fmuladd", key[k], row[r], a) for (k, r), a in zip(blocks, acc, strict=True)]
-            return acc
+                for k in some_keys:  # each loaded where it is used: together they would take too many registers
+                    key = _load_row(builder, dtype, offset(builder.add(sources[k], at_k), item * x), WIDTH)
+                    for r in some_rows:
+                        sum_of[k, r] = call(builder, "llvm.fmuladd", key, row[r], sum_of[k, r])
+            return list(sum_of.values())
 
         totals = _count_loop(builder, depth, [zero] * len(blocks), body)
         size = 1 if WIDTH == LANES else GROUP

@@ -113,7 +113,7 @@ def score_few(
     if call[c.BIAS] >= c.TEMPLATE_LINEAR:
         base = load_i64(scratch + call[c.MASK_BASE])
         q_pos = load_i32(scratch + call[c.Q_POS])
-        gather_entries(call, base, q_pos, kv_pos, kv_lane, step, num_vectors, entries)
+        gather_entries(call, base, q_pos, kv_pos, kv_lane, step, num_vectors, entries, entries)
     m_old = load_f32(scratch + call[c.STATE])
     is_partial = num_vectors * step != num_keys
     m_i = score_column(

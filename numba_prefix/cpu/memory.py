@@ -123,6 +123,7 @@ load_i64 = _make_load(i64x16, i64x16.llvm)
 store_f32 = _make_store(f32x16, f32x16.llvm)
 store_f16 = _make_store(f32x16, I16X16, _f32_to_f16)
 store_bf16 = _make_store(f32x16, I16X16, f32_to_bf16)
+store_i64 = _make_store(i64x16, i64x16.llvm)
 
 load1_f32 = _make_load(types.float32, F32)
 load1_f16 = _make_load(types.float32, I16, f16_to_f32)

@@ -15,12 +15,16 @@ from numba_prefix.cpu.memory import (
     gather_bf16,
     gather_f16,
     gather_f32,
+    load1_i64,
     load_f32,
     splat_f32,
     splat_i32,
     store_f32,
+    store_i64,
     to_i64,
+    transpose_block,
 )
+from numba_prefix.cpu.rows import item_bytes, load_lanes
 from numba_prefix.cpu.vector import COLUMN_ROW
 from numba_prefix.masks import (
     heads_mask_row,
@@ -41,13 +45,42 @@ NEG_INF = np.float32(-np.inf)
 
 
 @inline
+def mask_rows(call: Any, base: Any, q_pos: Any, pos: Any) -> Any:
+    """Where the rows lie that hold the entries of these queries and keys, int64 lanes."""
+    row = heads_mask_row(q_pos, pos) if call[c.BIAS] == c.HEADS_MASK else template_row(q_pos, pos)
+    return base + to_i64(row) * call[c.MASK_ROW]
+
+
+@inline
 def gather_entries_of(
-    dtype: Any, call: Any, base: Any, q_pos: Any, kv_pos: Any, kv_lane: Any, step: Any, num_vectors: Any, entries: Any
+    dtype: Any,
+    call: Any,
+    base: Any,
+    q_pos: Any,
+    kv_pos: Any,
+    kv_lane: Any,
+    step: Any,
+    num_vectors: Any,
+    entries: Any,
+    spare: Any,
 ) -> None:
-    for i in range(num_vectors):
+    item = item_bytes(dtype)
+    has_runs = step == 1 and call[c.MASK_COLUMN] == item
+    i = 0
+    while i < num_vectors:
         pos = kv_lane + splat_i32(kv_pos + i * step)
-        row = heads_mask_row(q_pos, pos) if call[c.BIAS] == c.HEADS_MASK else template_row(q_pos, pos)
-        addresses = base + to_i64(row) * call[c.MASK_ROW] + to_i64(pos & 127) * call[c.MASK_COLUMN]
+        rows = mask_rows(call, base, q_pos, pos)
+        first = (kv_pos + i) & 127
+        if has_runs and i + 16 <= num_vectors and first + 16 <= 128:
+            # Of 16 keys side by side, a row's entries are, too: 16 loads and a transposition instead of 256 loads.
+            store_i64(spare + 16 * COLUMN_ROW, rows)
+            for lane in range(16):
+                source = load1_i64(spare + 16 * COLUMN_ROW + 8 * lane) + first * item
+                store_f32(spare + lane * COLUMN_ROW, load_lanes(dtype, source))
+            transpose_block(spare, COLUMN_ROW, entries + i * COLUMN_ROW, COLUMN_ROW)
+            i += 16
+            continue
+        addresses = rows + to_i64(pos & 127) * call[c.MASK_COLUMN]
         if dtype == c.FLOAT16:
             entry = gather_f16(addresses)
         elif dtype == c.BFLOAT16:
@@ -55,20 +88,30 @@ def gather_entries_of(
         else:
             entry = gather_f32(addresses)
         store_f32(entries + i * COLUMN_ROW, entry)
+        i += 1
 
 
 @part
 def gather_entries(
-    call: Any, base: Any, q_pos: Any, kv_pos: Any, kv_lane: Any, step: Any, num_vectors: Any, entries: Any
+    call: Any,
+    base: Any,
+    q_pos: Any,
+    kv_pos: Any,
+    kv_lane: Any,
+    step: Any,
+    num_vectors: Any,
+    entries: Any,
+    spare: Any,
 ) -> None:
-    """A given mask's entries for a column, as float32 [num_vectors, 16] at `entries`."""
+    """A given mask's entries for a column, as float32 [num_vectors, 16] at `entries`. spare: 18 vectors, where step is 1."""
+    a = call, base, q_pos, kv_pos, kv_lane, step, num_vectors, entries, spare
     dtype = call[c.MASK_DTYPE]
     if dtype == c.FLOAT16:
-        gather_entries_of(c.FLOAT16, call, base, q_pos, kv_pos, kv_lane, step, num_vectors, entries)
+        gather_entries_of(c.FLOAT16, *a)
     elif dtype == c.BFLOAT16:
-        gather_entries_of(c.BFLOAT16, call, base, q_pos, kv_pos, kv_lane, step, num_vectors, entries)
+        gather_entries_of(c.BFLOAT16, *a)
     else:
-        gather_entries_of(c.FLOAT32, call, base, q_pos, kv_pos, kv_lane, step, num_vectors, entries)
+        gather_entries_of(c.FLOAT32, *a)
 
 
 @inline

@@ -77,7 +77,7 @@ def apply_rules(
     if call[c.BIAS] >= c.TEMPLATE_LINEAR:
         base = load_i64(scratch + call[c.MASK_BASE] + 2 * column * COLUMN_ROW)
         q_pos = load_i32(scratch + call[c.Q_POS] + column * COLUMN_ROW)
-        gather_entries(call, base, q_pos, kv_pos, kv_lane, 1, num_keys, entries)
+        gather_entries(call, base, q_pos, kv_pos, kv_lane, 1, num_keys, entries, scratch + call[c.ROWS])
     return score_column(
         call, is_edge, s, entries, num_keys, kv_pos, 1, kv_lane, factors[c.QK_SCALE], slope, origin, last, m_old
     )
