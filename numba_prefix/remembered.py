@@ -23,10 +23,11 @@ _compilations = 0
 def _get_call_type(self: Any, context: Any, args: Any, kws: Any) -> Any:
     if kws:
         return _plain(self, context, args, kws)
-    question = self.typing_key, context, args
-    if question not in _known:
-        _known[question] = _plain(self, context, args, kws)
-    return _known[question]
+    question = self, context, args
+    answer = _known.get(question)  # read once: another thread may be the last to leave
+    if answer is None:
+        answer = _known[question] = _plain(self, context, args, kws)
+    return answer
 
 
 @contextlib.contextmanager

@@ -12,13 +12,14 @@ import numpy as np
 
 from numba_prefix.cpu import bfloats, cache, isa, tiles
 from numba_prefix.cpu.jit import inline, part
-from numba_prefix.cpu.lanes import call, i32x16
+from numba_prefix.cpu.lanes import call, constant, f32x16, i32x16
 from numba_prefix.cpu.memory import fma, load1_i32, load_f32, load_i32, splat_f32, splat_i32, store_f32
+from numba_prefix.vocabulary import where
 
 TILE = 1024
 MEMORY = np.full(tiles.NUM_TILES * TILE, 0xFF, np.uint8)  # NaN: a tile that is used before it is loaded shows
 BASE = MEMORY.ctypes.data
-ZERO = np.float32(0.0)
+ZERO, SMALLEST = np.float32(0.0), np.float32(2.0**-126)
 
 
 @part
@@ -39,6 +40,12 @@ def tile_store(tile: Any, address: Any, stride: Any) -> None:
         store_f32(address + stride * row, load_f32(BASE + TILE * tile + 64 * row))
 
 
+@inline
+def flushed(x: Any) -> Any:
+    """As these instructions see numbers: subnormal ones are 0."""
+    return where((x < SMALLEST) & (x > -SMALLEST), ZERO, x)
+
+
 @part
 def tile_dot(c: Any, a: Any, b: Any) -> None:
     for row in range(16):
@@ -47,8 +54,9 @@ def tile_dot(c: Any, a: Any, b: Any) -> None:
         for k in range(16):
             pair = splat_i32(np.int64(load1_i32(BASE + TILE * a + 64 * row + 4 * k)))
             pairs = load_i32(BASE + TILE * b + 64 * k)
-            total = fma(bfloats.first_of_pairs(pair), bfloats.first_of_pairs(pairs), total)
-            total = fma(bfloats.second_of_pairs(pair), bfloats.second_of_pairs(pairs), total)
+            first, second = flushed(bfloats.first_of_pairs(pair)), flushed(bfloats.second_of_pairs(pair))
+            total = flushed(fma(first, flushed(bfloats.first_of_pairs(pairs)), total))
+            total = flushed(fma(second, flushed(bfloats.second_of_pairs(pairs)), total))
         store_f32(at, total)
 
 
@@ -56,10 +64,17 @@ def tile_dot(c: Any, a: Any, b: Any) -> None:
 def nothing() -> None: ...
 
 
+def _flushed(builder: Any, x: Any) -> Any:
+    magnitude = builder.and_(builder.bitcast(x, i32x16.llvm), constant(i32x16, 0x7FFFFFFF))
+    is_small = builder.icmp_unsigned("<", magnitude, constant(i32x16, 0x00800000))
+    return builder.select(is_small, constant(f32x16, 0.0), x)
+
+
 def dot_pairs(builder: Any, total: Any, column: Any, scalar: Any) -> Any:
     column, scalar = (builder.bitcast(x, i32x16.llvm) for x in (column, scalar))
     for half in (bfloats.second_half, bfloats.first_half):  # in vdpbf16ps's order
-        total = call(builder, "llvm.fmuladd", half(builder, column), half(builder, scalar), total)
+        a, b = (_flushed(builder, half(builder, x)) for x in (column, scalar))
+        total = _flushed(builder, call(builder, "llvm.fmuladd", a, b, total))
     return total
 
 
@@ -82,7 +97,7 @@ def install() -> None:
             "leave_tiles": nothing,
         }.items():
             setattr(tiles, name, function)
-    isa._obstacles = lambda: dict.fromkeys(isa.PATHS, "")
+    isa._lacking = lambda path: ""
     isa._best_from.cache_clear()
     save, load = cache.KernelCache.save_overload, cache.KernelCache.load_overload
     imitated = {f"drain_{path}" for path in lacking}

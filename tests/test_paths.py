@@ -22,7 +22,7 @@ from commands import fail, succeed
 from processes import ROOT, TESTS, environment, run_script
 
 import numba_prefix as nbp
-from numba_prefix.cpu import isa, launch
+from numba_prefix.cpu import features, isa, launch
 from numba_prefix.problem import FLOAT_DTYPES
 
 X86 = pytest.mark.skipif(platform.machine().lower() not in ("x86_64", "amd64"), reason="x86 CPUs")
@@ -67,7 +67,7 @@ def some_machine(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     """Has the paths that a test says, others not."""
 
     def has(*paths: str) -> None:
-        monkeypatch.setattr(isa, "_obstacles", lambda: {p: "" if p in paths else f"no {p} here" for p in isa.PATHS})
+        monkeypatch.setattr(isa, "_lacking", lambda path: "" if path in paths else f"no {path} here")
         monkeypatch.setattr(isa, "_wrong", {})
         isa._best_from.cache_clear()
 
@@ -144,6 +144,48 @@ class TestChoice:
 
     def test_permission_is_asked_for_without_harm(self) -> None:
         assert isa._is_permitted() in (True, False)
+
+    def test_only_amx_asks_the_system(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        asked: list[int] = []
+        monkeypatch.setattr(features, "has_tiles", lambda: True)
+        monkeypatch.setattr(features, "has_pairs", lambda: True)
+        monkeypatch.setattr(isa, "_is_permitted", lambda: bool(asked.append(1)))
+        isa._lacking.cache_clear()
+        isa._best_from.cache_clear()
+        try:
+            assert isa.path_of("float32") == "vector"
+            monkeypatch.setenv(isa.VARIABLE, "avx512_bf16")
+            assert isa.path_of("bfloat16") == "avx512_bf16"
+            assert asked == []
+            monkeypatch.delenv(isa.VARIABLE)
+            assert isa.path_of("bfloat16") == "avx512_bf16"
+            assert asked == [1]
+        finally:
+            isa._lacking.cache_clear()
+            isa._best_from.cache_clear()
+
+    def test_features_are_those_that_code_is_compiled_with(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        """Else a kernel would name instructions that LLVM was told not to use, at which it ends the process."""
+        from numba.core import config
+
+        monkeypatch.setattr(config, "ENABLE_AVX", 0)
+        monkeypatch.setattr(config, "CPU_FEATURES", None)
+        features.features.cache_clear()
+        try:
+            assert not any(name.startswith("avx") for name in features.features())
+            assert not features.has_pairs()
+            monkeypatch.setattr(config, "CPU_FEATURES", "+avx512bf16,+avx512bw,-amx-tile,+avx512f")
+            features.features.cache_clear()
+            assert features.has_pairs() == features.is_x86()
+            assert not features.has_tiles()
+        finally:
+            features.features.cache_clear()
+
+    def test_scales_that_make_scores_of_tiny_products(self) -> None:
+        """Whatever the path: 2**-132 times 2**127."""
+        case = make_case((33,), (64,), dtype="bfloat16", query=2.0**-66, qk_scale=2.0**127,
+                         key=lambda b, j, h, c: np.where(j % 2, 2.0**-66, -(2.0**-66)) + 0 * (h + c))  # fmt: skip
+        check(case, "cpu")
 
     def test_reported(self, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
         monkeypatch.setenv(isa.VARIABLE, "vector")

@@ -7,15 +7,14 @@ import platform
 
 import llvmlite.binding as llvm
 from numba.core import config
+from numba.core.codegen import get_host_cpu_features
 
 
 @functools.cache
 def features() -> frozenset[str]:
-    """LLVM feature names that code is compiled with (NUMBA_CPU_NAME and NUMBA_CPU_FEATURES are honoured)."""
-    if config.CPU_FEATURES is not None:
-        names = [f[1:] for f in config.CPU_FEATURES.split(",") if f.startswith("+")]
-        return frozenset(names)
-    return frozenset(name for name, is_on in llvm.get_host_cpu_features().items() if is_on)
+    """LLVM feature names that code is compiled with (NUMBA_CPU_NAME, NUMBA_CPU_FEATURES and NUMBA_ENABLE_AVX are honoured)."""
+    text = config.CPU_FEATURES if config.CPU_FEATURES is not None else get_host_cpu_features()
+    return frozenset(name[1:] for name in text.split(",") if name.startswith("+"))
 
 
 @functools.cache

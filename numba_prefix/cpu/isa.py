@@ -25,11 +25,12 @@ _XFEATURE_XTILEDATA = 18
 
 def path_of(dtype: str) -> str:
     """The path that a call takes: the best one for its dtype, from the forced one on. Raises as forced_path does."""
-    return _best_from(forced_path() or PATHS[0], dtype)
+    return _best_from(forced_path() or PATHS[0], dtype, len(_wrong))
 
 
 @functools.cache
-def _best_from(first: str, dtype: str) -> str:
+def _best_from(first: str, dtype: str, num_wrong: int) -> str:
+    """num_wrong: paths given up so far; an answer from before, however late it is remembered, is to no later question."""
     candidates = PATHS[PATHS.index(first) :]
     return next(path for path in candidates if dtype in DTYPES[path] and not obstacle(path))
 
@@ -48,31 +49,28 @@ def forced_path() -> str:
 
 def obstacle(path: str) -> str:
     """Why a path cannot be used; "" if it can."""
-    return _wrong.get(path, "") or _obstacles()[path]
+    return _wrong.get(path, "") or _lacking(path)
 
 
 def give_up(path: str, reason: str) -> None:
     """Let no further call take a path."""
     _wrong[path] = reason
-    _best_from.cache_clear()
 
 
 _wrong: dict[str, str] = {}
 
 
 @functools.cache
-def _obstacles() -> dict[str, str]:
+def _lacking(path: str) -> str:
+    """What the machine or the system lacks for a path. Only for AMX is the system asked to let the process use it, which cannot
+    be taken back: signal handlers' own stacks have to hold 8 KB more from then on."""
     from numba_prefix.cpu.features import has_pairs, has_tiles
 
-    if not has_tiles():
-        no_tiles = "this CPU has no AMX for bfloat16"
-    else:
-        no_tiles = "" if _is_permitted() else "the system does not let this process use AMX"
-    return {
-        AMX: no_tiles,
-        AVX512_BF16: "" if has_pairs() else "this CPU has no AVX512-BF16",
-        VECTOR: "",
-    }
+    if path == AMX and not has_tiles():
+        return "this CPU has no AMX for bfloat16"
+    if path == AMX and not _is_permitted():
+        return "the system does not let this process use AMX"
+    return "this CPU has no AVX512-BF16" if path == AVX512_BF16 and not has_pairs() else ""
 
 
 def _is_permitted() -> bool:

@@ -40,6 +40,7 @@ fill_work = kernel(tiling.fill_work)
 # MFLOP take 145 us on one thread and 153 us on two.
 FLOPS_PER_WORKER = 8e6
 FLOPS_PER_LENT_WORKER = 0.6e6  # of PyTorch's, which are awake: two threads take 0.93 of one's time with 1.2 MFLOP
+MAX_PAIRS_SCALE = 2.0**60
 MAX_KEPT_BATCH = 64  # so that plans which are kept are small
 MAX_WORKERS = 512  # helpers sleep for the life of the process: no slip of num_threads may start a million
 # Compiled code is left about this often, so that Ctrl-C is seen; and a guess of one thread's speed to translate it.
@@ -134,8 +135,10 @@ def plan(
 ) -> CpuPlan:
     """Lengths are int64 [batch], held_blocks bool [batch, max_block_num] (None: all), checked. is_part: lse leaves out what
     held.part_shift says. pool: whose threads help, as a Context says."""
-    # Partial results are float32, and weights rounded to bfloat16 would show in them.
-    path = _ready_path("float32" if is_part else problem.dtype)
+    # Partial results are float32, and weights rounded to bfloat16 would show in them. Instructions for pairs take products below
+    # 2**-126 as 0, which such a scale would make scores of.
+    needs_float32 = is_part or abs(problem.qk_scale) > MAX_PAIRS_SCALE
+    path = _ready_path("float32" if needs_float32 else problem.dtype)
     if held_blocks is None and problem.batch <= MAX_KEPT_BATCH:
         return _kept_plan(path, problem, q_len.tobytes(), kv_len.tobytes(), num_threads, is_part, pool)
     return _plan(path, problem, q_len, kv_len, num_threads, held_blocks, is_part, pool)

@@ -6,6 +6,8 @@
 Weights of bfloat16 inputs are rounded to bfloat16. float16 inputs and their weights are two bfloat16 each, high + low, and of
 the four products of values and weights that of the low parts is left out: 2**-16 of the whole, where float16 rounds by 2**-11.
 
+These instructions take numbers below 2**-126 (1.2e-38) as 0, in and out, as those of other paths do not.
+
 Three strips of columns are under way at a time: the scores of one, the weights of the one before, the output of the one before
 that, in turns of 32 keys, so that vector instructions have work while the tile unit has.
 """
