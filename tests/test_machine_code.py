@@ -4,17 +4,16 @@ from __future__ import annotations
 
 import platform
 import re
-from collections.abc import Iterator
 
 import numpy as np
 import pytest
+from machine_code import VECTOR, inner_loops
 
 import numba_prefix as nbp
 from numba_prefix.cpu import jit, kernel
 from numba_prefix.cpu.features import features
 
 IS_X86 = platform.machine().lower() in ("x86_64", "amd64")
-VECTOR = re.compile(r"%[xyz]mm\d+")
 
 
 @pytest.fixture(scope="module")
@@ -27,20 +26,6 @@ def compiled() -> tuple[str, str]:
     (signature,) = kernel.drain.signatures
     fresh.compile(signature)
     return fresh.inspect_llvm(signature), fresh.inspect_asm(signature)
-
-
-def inner_loops(assembly: str) -> Iterator[list[str]]:
-    """Basic blocks that jump to their own beginning."""
-    label, block = "", []
-    for line in assembly.splitlines():
-        text = line.split("#")[0].strip()
-        if text.endswith(":"):
-            label, block = text[:-1], []
-        elif text and not text.startswith(".p2align"):
-            block.append(text)
-            if text.startswith("j") and text.split()[-1] == label:
-                yield block
-                block = []
 
 
 def test_no_double_precision(compiled: tuple[str, str]) -> None:

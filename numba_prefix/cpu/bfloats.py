@@ -21,8 +21,6 @@ HIGH = 0xFFFF0000
 class BFloatType(ir.Type):
     """LLVM's bfloat, which llvmlite has no name for."""
 
-    intrinsic_name = "bf16"
-
     def _to_string(self) -> str:
         return "bfloat"
 

@@ -24,9 +24,7 @@ from numba_prefix.cpu.memory import (
 )
 from numba_prefix.cpu.rows import narrow_row
 from numba_prefix.cpu.state import lse_of_column, out_address, partial_address, store_lse
-from numba_prefix.cpu.vector import (
-    COLUMN_ROW,
-)
+from numba_prefix.cpu.vector import COLUMN_ROW
 from numba_prefix.softmax import normalize, rescale, running_max, shift_of
 from numba_prefix.tiling import lane_rows, round_up
 

@@ -31,7 +31,6 @@ def low_part(x: Any) -> Any:
 @part
 def load_tail(dtype: Any, address: Any, count: Any, spare: Any) -> Any:
     """The last `count` elements of a row, fewer than 16, as lanes, the others 0; nothing past them is read."""
-    store1_f32(spare, ZERO)
     for i in range(0, 32, 4):
         store1_f32(spare + i, ZERO)
     for i in range(count):

@@ -1,5 +1,5 @@
 """Compiles what is a path's own of its kernel for a CPU that has it, wherever this runs (nothing is executed), and tells what
-came out. For path `vector`, and with "whole" as a second argument: the whole kernel."""
+came out."""
 
 from __future__ import annotations
 
@@ -8,17 +8,16 @@ import re
 import sys
 from typing import Any
 
+from machine_code import VECTOR, inner_loops
 from numba import types
 
 from numba_prefix.cpu import call as c
 from numba_prefix.cpu import pairs
 from numba_prefix.cpu.call import BLOCK_N, STRIP
 from numba_prefix.cpu.jit import kernel
-from numba_prefix.cpu.paths import kernel_of, steps_of
+from numba_prefix.cpu.paths import steps_of
 
-INTEGERS, FACTORS, TABLE = (
-    types.Array(*kind, "C") for kind in ((types.int64, 1), (types.float32, 1), (types.int64, 2))
-)
+INTEGERS, FACTORS = types.Array(types.int64, 1, "C"), types.Array(types.float32, 1, "C")
 
 
 def own_part(path: str) -> tuple[Any, tuple[Any, ...]]:
@@ -40,25 +39,8 @@ def own_part(path: str) -> tuple[Any, tuple[Any, ...]]:
     return kernel(steps), (INTEGERS, FACTORS, types.int64, types.int64, types.int64)
 
 
-def inner_loops(assembly: str) -> list[list[str]]:
-    loops, label, block = [], "", []
-    for line in assembly.splitlines():
-        text = line.split("#")[0].strip()
-        if text.endswith(":"):
-            label, block = text[:-1], []
-        elif text and not text.startswith("."):
-            block.append(text)
-            if text.startswith("j") and text.split()[-1] == label:
-                loops.append(block)
-                block = []
-    return loops
-
-
-def facts(path: str, is_whole: bool) -> dict[str, Any]:
-    if is_whole:
-        fresh, signature = kernel_of(path), (INTEGERS, FACTORS, TABLE, TABLE, TABLE, types.int64, types.int64)
-    else:
-        fresh, signature = own_part(path)
+def facts(path: str) -> dict[str, Any]:
+    fresh, signature = own_part(path)
     fresh._cache.load_overload = fresh._cache.save_overload = lambda *_: None
     fresh.compile(signature)
     (signature,) = fresh.signatures
@@ -70,7 +52,7 @@ def facts(path: str, is_whole: bool) -> dict[str, Any]:
         "loops": [
             {
                 "dots": sum("dpbf16ps" in line for line in loop),
-                "spills": [line for line in loop if "(%rsp" in line and re.search(r"%[xyz]mm|%tmm", line)],
+                "spills": [line for line in loop if "(%rsp" in line and VECTOR.search(line)],
                 "registers": sorted(
                     {x for line in loop if "dpbf16ps" in line for x in re.findall(r"%([xyzt]mm)", line)}
                 ),
@@ -82,4 +64,4 @@ def facts(path: str, is_whole: bool) -> dict[str, Any]:
     }
 
 
-print(json.dumps([facts(path, "whole" in sys.argv) for path in sys.argv[1].split(",")]))
+print(json.dumps([facts(path) for path in sys.argv[1].split(",")]))
