@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from numba_prefix.vocabulary import F32_NEG_INF, F32_ZERO, exp2, log2, maximum, where
+from numba_prefix.vocabulary import F32_NEG_INF, F32_ZERO, exp2_scaled, log2, maximum, where
 
 LOG2_E = np.float32(1.4426950408889634)
 LN_2 = np.float32(0.6931471805599453)
@@ -32,11 +32,11 @@ def shift_of(m_i: Any) -> Any:
 
 def rescale(m_old: Any, shift: Any, unit_log2: Any) -> Any:
     """`alpha`: the factor that takes l_i and acc from the old max to the new one; 0 for a state that saw nothing."""
-    return exp2((m_old - shift) * unit_log2)
+    return exp2_scaled(m_old - shift, unit_log2)
 
 
 def weight(score: Any, shift: Any, unit_log2: Any) -> Any:
-    return exp2((score - shift) * unit_log2)
+    return exp2_scaled(score - shift, unit_log2)
 
 
 def weighted(out: Any, alpha: Any) -> Any:

@@ -39,10 +39,11 @@ def sqrt(x: Any) -> Any:
         return _library(x).sqrt(x)
 
 
-def exp2(x: Any) -> Any:
-    """2**x in float32; exactly 0 for x < -126, NaN stays NaN."""
+def exp2_scaled(x: Any, scale: Any) -> Any:
+    """2**(x * scale) in float32; exactly 0 below 2**-126 (or a little above it), NaN stays NaN."""
     with np.errstate(invalid="ignore", over="ignore", under="ignore"):
-        return where(x < np.float32(-126.0), F32_ZERO, _library(x).exp2(x))
+        power = x * scale
+        return where(power < np.float32(-126.0), F32_ZERO, _library(power).exp2(power))
 
 
 def log2(x: Any) -> Any:

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from numba_prefix import masks, softmax, tiling
 from numba_prefix.held import add_runs
-from numba_prefix.vocabulary import exp2, log2, maximum, where
+from numba_prefix.vocabulary import exp2_scaled, log2, maximum, where
 
 F32 = np.float32
 POSITIONS = st.integers(0, 1 << 22)
@@ -72,12 +72,13 @@ def test_running_softmax(scores: list[float], tile: int) -> None:
 
 
 def test_vocabulary() -> None:
-    """maximum keeps its first argument beside a NaN, where never lets the other value in, exp2 is 0 far down."""
+    """maximum keeps its first argument beside a NaN, where never lets the other value in, exp2_scaled is 0 far down."""
     assert maximum(F32(1), F32("nan")) == 1
     assert where(np.array([True, False]), F32(1), F32("nan"))[0] == 1
-    assert exp2(F32(-np.inf)) == 0
-    assert exp2(F32(-127)) == 0
-    assert np.isnan(exp2(F32("nan")))
+    assert exp2_scaled(F32(-np.inf), F32(0.5)) == 0
+    assert exp2_scaled(F32(-254), F32(0.5)) == 0
+    assert exp2_scaled(F32(6), F32(0.5)) == 8
+    assert np.isnan(exp2_scaled(F32("nan"), F32(0.5)))
     assert log2(F32(8)) == 3
 
 

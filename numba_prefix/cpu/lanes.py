@@ -248,19 +248,29 @@ def polynomial(builder: ir.IRBuilder, x: ir.Value, coefficients: tuple[float, ..
 # (1e-7) shows in a float32 output and saves one instruction of eighteen.
 EXP2_COEFFICIENTS = (0.00015353720, 0.0013398877, 0.0096184378, 0.055503324, 0.24022648, 0.69314718, 1.0)
 
-# Adding 1.5 * 2**23 + 127 leaves the nearest integer, biased like an exponent, in the low mantissa bits.
+# Adding 1.5 * 2**23 + 127 leaves the nearest integer, biased like an exponent, in the low mantissa bits. Up to 1 there the
+# result is 0: below it would be subnormal.
 EXP2_MAGIC = 12582912.0 + 127.0
+EXP2_LEAST = 12582912.0 + 1.0
+
+
+@infer_global(vocabulary.exp2_scaled)
+class _Exp2Typing(AbstractTemplate):
+    def generic(self, args: Any, kws: Any) -> Any:
+        wanted = _pair(args, (f32x16,))
+        return signature(wanted, *args) if wanted is not None else None
 
 
 def _lower_exp2(context: Any, builder: Any, sig: Any, args: Any) -> Any:
-    (x,) = args
-    underflows = builder.fcmp_ordered("<", x, constant(f32x16, -126.0))
-    clamped = builder.select(underflows, constant(f32x16, -127.0), x)  # whose power below is exactly 0
-    shifted = builder.fadd(clamped, constant(f32x16, EXP2_MAGIC))
-    fraction = builder.fsub(clamped, builder.fsub(shifted, constant(f32x16, EXP2_MAGIC)))
+    x, scale = (widen(context, builder, v, t, f32x16) for v, t in zip(args, sig.args, strict=True))
+    shifted = call(builder, "llvm.fmuladd", x, scale, constant(f32x16, EXP2_MAGIC))
+    whole = builder.fsub(shifted, constant(f32x16, EXP2_MAGIC))
+    fraction = call(builder, "llvm.fmuladd", x, scale, builder.fneg(whole))
     power = builder.shl(builder.bitcast(shifted, i32x16.llvm), constant(i32x16, 23))
     # A product, not an integer addition to the exponent: a NaN stays NaN whatever its payload.
-    return builder.fmul(polynomial(builder, fraction, EXP2_COEFFICIENTS), builder.bitcast(power, f32x16.llvm))
+    value = builder.fmul(polynomial(builder, fraction, EXP2_COEFFICIENTS), builder.bitcast(power, f32x16.llvm))
+    underflows = builder.fcmp_ordered("<=", shifted, constant(f32x16, EXP2_LEAST))
+    return builder.select(underflows, constant(f32x16, 0.0), value)
 
 
 # log2(1 + f) / f on [sqrt(1/2) - 1, sqrt(2) - 1], fitted like the above: relative error 2e-8.
@@ -285,5 +295,6 @@ def _lower_log2(context: Any, builder: Any, sig: Any, args: Any) -> Any:
 
 _unary(vocabulary.to_f32, (i32x16, i64x16), _lower_to_f32)
 _unary(vocabulary.sqrt, (f32x16,), _lower_sqrt)
-_unary(vocabulary.exp2, (f32x16,), _lower_exp2)
+for _pattern in ((LanesType, LanesType), (LanesType, types.Any)):
+    lower_builtin(vocabulary.exp2_scaled, *_pattern)(_lower_exp2)
 _unary(vocabulary.log2, (f32x16,), _lower_log2)

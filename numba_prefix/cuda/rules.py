@@ -52,11 +52,16 @@ def maximum(_: Any, a: Any, b: Any) -> Any:
     return kind(kind, kind), codegen
 
 
+@inline
+def exp2_scaled(x: Any, scale: Any) -> Any:
+    return ptx.exp2(x * scale)
+
+
 _WORDS = {
     "where": where,
     "to_f32": to_f32,
     "maximum": maximum,
-    "exp2": ptx.exp2,
+    "exp2_scaled": exp2_scaled,
     "log2": ptx.log2,
     "sqrt": ptx.sqrt,
 }
