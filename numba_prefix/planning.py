@@ -33,7 +33,7 @@ Cutters = tuple[Callable[..., None], Callable[..., None]]
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Cut:
-    """A call's work in tiles of one size. split_tiles and partial_f32 (float32 of split state) are for one kv head."""
+    """A call's work in tiles. split_tiles and partial_f32 (float32 of split state) are for one kv head."""
 
     sequences: NDArray[np.int64]  # [batch, SEQUENCE_COLUMNS]
     runs: NDArray[np.int64]  # [runs, RUN_COLUMNS]
@@ -48,16 +48,18 @@ def cut_work(
     q_len: NDArray[np.int64],
     kv_len: NDArray[np.int64],
     held_blocks: NDArray[np.bool_] | None,
-    block_m: int,
+    tile_rows: NDArray[np.int64] | int,
+    split_m: int,
     block_n: int,
     cutters: Cutters,
 ) -> Cut:
-    """Lengths are int64 [batch], held_blocks bool [batch, max_block_num] (None: all), checked."""
+    """Lengths are int64 [batch], held_blocks bool [batch, max_block_num] (None: all), checked. tile_rows: block_m, for each
+    sequence or for all. Keys are split as for tiles of split_m rows."""
     count_work, fill_work = cutters
     sequences = np.empty((problem.batch, tiling.SEQUENCE_COLUMNS), np.int64)
     np.cumsum(q_len, out=sequences[:, tiling.Q_BEGIN])
     sequences[:, tiling.Q_BEGIN] -= q_len
-    sequences[:, tiling.Q_LEN], sequences[:, tiling.KV_LEN] = q_len, kv_len
+    sequences[:, tiling.Q_LEN], sequences[:, tiling.KV_LEN], sequences[:, tiling.TILE_ROWS] = q_len, kv_len, tile_rows
     runs, num_held = add_runs(sequences, kv_len, held_blocks, problem.block_size)
     heads, group_size, head_size, is_causal = (
         problem.kv_head_num,
@@ -66,10 +68,10 @@ def cut_work(
         problem.is_causal,
     )
     totals = np.empty(3 + tiling.COST_BUCKETS, np.int64)
-    count_work(sequences, runs, group_size, head_size, is_causal, block_m, block_n, totals)
+    count_work(sequences, runs, group_size, head_size, is_causal, split_m, block_n, totals)
     entries, split_tiles, partial_f32 = (int(n) for n in totals[:3])
     work = np.empty((entries, tiling.WORK_COLUMNS), np.int64)
-    fill_work(sequences, runs, group_size, heads, head_size, is_causal, block_m, block_n, totals, work)
+    fill_work(sequences, runs, group_size, heads, head_size, is_causal, split_m, block_n, totals, work)
     return Cut(sequences, runs, num_held, work, split_tiles, partial_f32)
 
 

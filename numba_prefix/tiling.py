@@ -2,8 +2,8 @@
 
 A tile is up to block_m rows of one sequence and one kv head. Its rows are numbered through (query token, head of the group):
 row = q_idx * group_size + group_idx, so that all heads that read the same keys share them. A tile walks its keys block_n at
-a time; both sizes are the target's own. Everything here depends on one sequence alone, never on batch mates or threads, so
-that results do not either.
+a time; both sizes are the target's own, the first for each sequence. Everything here depends on one sequence alone, never on
+batch mates or threads, so that results do not either.
 
 A call may attend to a part of a sequence's keys, its held keys: runs of consecutive positions, in order, at least one run
 to a sequence (which may be empty). Held keys are counted by `kv_idx`, from 0 and without gaps; `kv_pos` is where one of
@@ -23,9 +23,9 @@ MIN_SPLIT_KEYS = 1024
 SEQUENCE, M_BLOCK, SPLIT_IDX, NUM_SPLITS, N_BEGIN, N_END, SPLIT_TILE, PARTIAL_OFFSET = range(8)
 WORK_COLUMNS = 8
 
-# Columns of the sequence table
-Q_BEGIN, Q_LEN, KV_LEN, FIRST_RUN, END_RUN = range(5)
-SEQUENCE_COLUMNS = 5
+# Columns of the sequence table; TILE_ROWS is block_m
+Q_BEGIN, Q_LEN, KV_LEN, FIRST_RUN, END_RUN, TILE_ROWS = range(6)
+SEQUENCE_COLUMNS = 6
 
 # Columns of the table of runs: positions from RUN_BEGIN up to RUN_END, and the held keys of the sequence before them
 RUN_BEGIN, RUN_END, HELD_BEFORE = range(3)
@@ -117,7 +117,7 @@ def keys_in_block(runs: Any, run: Any, kv_idx: Any, n_end: Any, block_n: Any) ->
 
 
 def num_splits_of_tile(m_blocks: Any, n_end: Any) -> Any:
-    """How many work items share the n_end keys of one of a sequence's m_blocks tiles."""
+    """How many work items share the n_end keys of a tile; m_blocks: how many tiles of split_m rows its sequence makes."""
     wanted = ceil_div(MIN_HEAD_ITEMS, m_blocks)
     return max(1, min(wanted, n_end // MIN_SPLIT_KEYS))
 
@@ -160,7 +160,7 @@ def count_work(
     group_size: Any,
     head_size: Any,
     is_causal: Any,
-    block_m: Any,
+    split_m: Any,
     block_n: Any,
     totals: Any,
 ) -> None:
@@ -169,13 +169,13 @@ def count_work(
     for one kv head each), and the number of entries in each cost bucket."""
     totals[:] = 0
     for b in range(sequences.shape[0]):
-        q_len, kv_len = sequences[b, Q_LEN], sequences[b, KV_LEN]
-        m_blocks = num_m_blocks(q_len, group_size, block_m)
-        for m_block in range(m_blocks):
+        q_len, kv_len, block_m = sequences[b, Q_LEN], sequences[b, KV_LEN], sequences[b, TILE_ROWS]
+        split_blocks = num_m_blocks(q_len, group_size, split_m)
+        for m_block in range(num_m_blocks(q_len, group_size, block_m)):
             rows = rows_in_tile(q_len, group_size, m_block, block_m)
             seen = n_end_of_rows(is_causal, m_block * block_m + rows - 1, group_size, q_len, kv_len)
             n_end = num_held_before(runs, sequences[b], seen)
-            num_splits = num_splits_of_tile(m_blocks, n_end)
+            num_splits = num_splits_of_tile(split_blocks, n_end)
             totals[0] += num_splits
             if num_splits > 1:
                 totals[1] += 1
@@ -193,7 +193,7 @@ def fill_work(
     kv_head_num: Any,
     head_size: Any,
     is_causal: Any,
-    block_m: Any,
+    split_m: Any,
     block_n: Any,
     totals: Any,
     work: Any,
@@ -207,13 +207,13 @@ def fill_work(
         place += count
     split_tile, offset = 0, 0
     for b in range(sequences.shape[0]):
-        q_len, kv_len = sequences[b, Q_LEN], sequences[b, KV_LEN]
-        m_blocks = num_m_blocks(q_len, group_size, block_m)
-        for m_block in range(m_blocks):
+        q_len, kv_len, block_m = sequences[b, Q_LEN], sequences[b, KV_LEN], sequences[b, TILE_ROWS]
+        split_blocks = num_m_blocks(q_len, group_size, split_m)
+        for m_block in range(num_m_blocks(q_len, group_size, block_m)):
             rows = rows_in_tile(q_len, group_size, m_block, block_m)
             seen = n_end_of_rows(is_causal, m_block * block_m + rows - 1, group_size, q_len, kv_len)
             n_end = num_held_before(runs, sequences[b], seen)
-            num_splits = num_splits_of_tile(m_blocks, n_end)
+            num_splits = num_splits_of_tile(split_blocks, n_end)
             for split_idx in range(num_splits):
                 n_begin = split_begin(n_end, num_splits, split_idx, block_n)
                 n_stop = split_begin(n_end, num_splits, split_idx + 1, block_n)

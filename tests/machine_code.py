@@ -20,3 +20,15 @@ def inner_loops(assembly: str) -> Iterator[list[str]]:
             if text.startswith("j") and text.split()[-1] == label:
                 yield block
                 block = []
+
+
+def pieces(assembly: str) -> Iterator[list[str]]:
+    """What runs without a jump: instructions between labels, jumps and calls."""
+    piece: list[str] = []
+    for line in assembly.splitlines():
+        text = line.split("#")[0].strip()
+        if text.endswith(":") or text.startswith(("j", "call", "ret")):
+            yield piece
+            piece = []
+        elif text and not text.startswith("."):
+            piece.append(text)

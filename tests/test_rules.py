@@ -92,10 +92,10 @@ def held_positions(kv_len: int, held: np.ndarray | None, block_size: int) -> np.
     return pos if held is None else pos[held[pos // block_size]]
 
 
-def table_of(lengths: list[tuple[int, int]]) -> np.ndarray:
+def table_of(lengths: list[tuple[int, int]], block_m: int = 128) -> np.ndarray:
     sequences = np.zeros((len(lengths), tiling.SEQUENCE_COLUMNS), np.int64)
     for b, (q_len, kv_len) in enumerate(lengths):
-        sequences[b, tiling.Q_LEN], sequences[b, tiling.KV_LEN] = q_len, kv_len
+        sequences[b, tiling.Q_LEN], sequences[b, tiling.KV_LEN], sequences[b, tiling.TILE_ROWS] = q_len, kv_len, block_m
     return sequences
 
 
@@ -154,7 +154,7 @@ def test_work_list_covers_every_pair_once(
     a tile that sees nothing has one entry all the same."""
     lengths, blocks, block_size = problem
     block_m, _ = tile
-    sequences = table_of(lengths)
+    sequences = table_of(lengths, block_m)
     runs, _ = add_runs(sequences, sequences[:, tiling.KV_LEN], blocks, block_size)
     totals = np.zeros(3 + tiling.COST_BUCKETS, np.int64)
     tiling.count_work(sequences, runs, group_size, head_size, is_causal, *tile, totals)

@@ -8,13 +8,26 @@ from __future__ import annotations
 from typing import Any
 
 from numba_prefix.cpu import call as c
+from numba_prefix.cpu.bfloats import holds_special, transpose_chunk
 from numba_prefix.cpu.call import BFLOAT, PAIR_DIMS
 from numba_prefix.cpu.jit import inline, part
-from numba_prefix.cpu.memory import load1_i64, load_f32, store_f32, transpose_block
-from numba_prefix.cpu.packs import join_rows
-from numba_prefix.cpu.pairs import COLUMN_P, COLUMN_S, STEP_N, column_acc, column_q
+from numba_prefix.cpu.memory import load1_i64, load_f32, splat_i32, store1_i64, store_f32
+from numba_prefix.cpu.packs import pack_rows
+from numba_prefix.cpu.pairs import (
+    COLUMN_P,
+    COLUMN_S,
+    CREDIT,
+    GROUPS,
+    NUM_UNITS,
+    STEP_N,
+    UNIT,
+    column_acc,
+    column_q,
+    part_bytes,
+    weigh_unit,
+)
 from numba_prefix.cpu.tiles import tile_dot, tile_load, tile_store, tile_zero
-from numba_prefix.cpu.vector import COLUMN_ROW, FLOAT
+from numba_prefix.cpu.vector import COLUMN_ROW
 from numba_prefix.tiling import ceil_div, round_up
 
 TILE = 16 * COLUMN_ROW  # bytes
@@ -25,24 +38,41 @@ TILE_ROW = 64
 def pack_values(call: Any, is_clean: Any, rows: Any, num_keys: Any, scratch: Any) -> Any:
     """V_ROWS as [part][dimension][key]; whether there are infinities or NaN, which become 0 if is_clean."""
     depth, pitch = round_up(call[c.HEAD_SIZE], 16), call[c.V_PITCH]
-    joined, part_bytes = scratch + call[c.ROWS], depth * FLOAT
-    joined_pitch, spare = call[c.PARTS] * part_bytes + 64, scratch + call[c.ENTRIES]
-    is_special = False
+    staged, listed, spare = scratch + call[c.ROWS], scratch + call[c.ENTRIES], scratch + call[c.ENTRIES] + 8 * STEP_N
+    # Whole vectors of bfloat16 are transposed from where they lie.
+    is_staged = call[c.PARTS] == 2 or depth > call[c.HEAD_SIZE] or is_clean
+    most = splat_i32(0)
     for key in range(0, num_keys, STEP_N):
-        for j in range(STEP_N // 2):
-            at = rows + 8 * (key + 2 * j)
-            first, second = load1_i64(at), load1_i64(at + 8)
-            if join_rows(call, is_clean, first, second, joined + j * joined_pitch, part_bytes, spare):
-                is_special = True
+        if is_staged:
+            pack_rows(call, is_clean, rows + 8 * key, STEP_N, staged, spare)
         for p in range(call[c.PARTS]):
+            source = rows + 8 * key
+            if is_staged:
+                source = listed
+                for j in range(STEP_N):
+                    store1_i64(listed + 8 * j, staged + j * call[c.K_PITCH] + p * part_bytes(call))
             target = scratch + call[c.V_ROWS] + p * call[c.V_PART] + BFLOAT * key
-            for i in range(0, depth, 16):
-                transpose_block(joined + p * part_bytes + FLOAT * i, joined_pitch, target + i * pitch, pitch)
-    return is_special
+            for i in range(0, depth, 8):
+                most = transpose_chunk(source, BFLOAT * i, target + i * pitch, pitch, most)
+    return holds_special(most)
+
+
+@part
+def weigh_some(weighing: Any) -> None:
+    """After each group of products: so many units of weights that all are done when the last group is."""
+    credit, groups = load1_i64(weighing + CREDIT) + load1_i64(weighing + NUM_UNITS), load1_i64(weighing + GROUPS)
+    unit = load1_i64(weighing + UNIT)
+    while credit >= groups:
+        weigh_unit(weighing, unit)
+        credit, unit = credit - groups, unit + 1
+    store1_i64(weighing + CREDIT, credit)
+    store1_i64(weighing + UNIT, unit)
 
 
 @inline
-def multiply_of(is_tall: Any, is_wide: Any, a: Any, a_pitch: Any, b: Any, b_column: Any, num_steps: Any) -> None:
+def multiply_of(
+    is_tall: Any, is_wide: Any, a: Any, a_pitch: Any, b: Any, b_column: Any, num_steps: Any, weighing: Any
+) -> None:
     for t in range(num_steps):
         tile_load(4, a + TILE_ROW * t, a_pitch)
         tile_load(6, b + TILE * t, COLUMN_ROW)
@@ -55,56 +85,52 @@ def multiply_of(is_tall: Any, is_wide: Any, a: Any, a_pitch: Any, b: Any, b_colu
             tile_dot(1, 4, 7)
             if is_tall:
                 tile_dot(3, 5, 7)
+        weigh_some(weighing)
 
 
 @part
-def multiply(is_tall: Any, is_wide: Any, a: Any, a_pitch: Any, b: Any, b_column: Any, num_steps: Any) -> None:
-    """Accumulators += A [32 if is_tall, else 16 rows] . B [two columns if is_wide, else one] over num_steps tiles of each."""
+def multiply(
+    is_tall: Any, is_wide: Any, a: Any, a_pitch: Any, b: Any, b_column: Any, num_steps: Any, weighing: Any
+) -> None:
+    """Accumulators += A [32 if is_tall, else 16 rows] . B [two columns if is_wide, else one] over num_steps tiles of each, with
+    weights computed in between."""
     if is_tall:
         if is_wide:
-            multiply_of(True, True, a, a_pitch, b, b_column, num_steps)
+            multiply_of(True, True, a, a_pitch, b, b_column, num_steps, weighing)
         else:
-            multiply_of(True, False, a, a_pitch, b, b_column, num_steps)
+            multiply_of(True, False, a, a_pitch, b, b_column, num_steps, weighing)
     elif is_wide:
-        multiply_of(False, True, a, a_pitch, b, b_column, num_steps)
+        multiply_of(False, True, a, a_pitch, b, b_column, num_steps, weighing)
     else:
-        multiply_of(False, False, a, a_pitch, b, b_column, num_steps)
+        multiply_of(False, False, a, a_pitch, b, b_column, num_steps, weighing)
 
 
 @part
-def score_step(call: Any, q_t: Any, key: Any, width: Any, s: Any, scratch: Any) -> None:
-    dims, pitch, is_wide = round_up(call[c.HEAD_SIZE], PAIR_DIMS), call[c.K_PITCH], width > 1
-    keys, at, num_steps = scratch + call[c.K_ROWS] + key * pitch, s + key * COLUMN_ROW, dims // PAIR_DIMS
+def score(call: Any, scoring: Any, weighing: Any) -> None:
+    keys, q_t, width, s = scoring
+    pitch, column, is_wide = call[c.K_PITCH], column_q(call), width > 1
+    num_steps = part_bytes(call) // TILE_ROW
     tile_zero(0)
     tile_zero(1)
     tile_zero(2)
     tile_zero(3)
-    multiply(True, is_wide, keys, pitch, q_t, column_q(call), num_steps)
+    multiply(True, is_wide, keys, pitch, q_t, column, num_steps, weighing)
     if call[c.PARTS] == 2:
         # The low parts' product, too: the log-sum-exp is float32, and 2**-16 of a score would show in it.
-        keys_low, q_low = keys + BFLOAT * dims, q_t + dims // 2 * COLUMN_ROW
-        multiply(True, is_wide, keys_low, pitch, q_t, column_q(call), num_steps)
-        multiply(True, is_wide, keys, pitch, q_low, column_q(call), num_steps)
-        multiply(True, is_wide, keys_low, pitch, q_low, column_q(call), num_steps)
-    tile_store(0, at, COLUMN_ROW)
-    tile_store(2, at + TILE, COLUMN_ROW)
+        low, q_low = keys + part_bytes(call), q_t + num_steps * TILE
+        multiply(True, is_wide, low, pitch, q_t, column, num_steps, weighing)
+        multiply(True, is_wide, keys, pitch, q_low, column, num_steps, weighing)
+        multiply(True, is_wide, low, pitch, q_low, column, num_steps, weighing)
+    tile_store(0, s, COLUMN_ROW)
+    tile_store(2, s + TILE, COLUMN_ROW)
     if is_wide:
-        tile_store(1, at + COLUMN_S, COLUMN_ROW)
-        tile_store(3, at + COLUMN_S + TILE, COLUMN_ROW)
+        tile_store(1, s + COLUMN_S, COLUMN_ROW)
+        tile_store(3, s + COLUMN_S + TILE, COLUMN_ROW)
 
 
 @part
-def scale_acc(call: Any, column: Any, scratch: Any) -> None:
-    alpha = load_f32(scratch + call[c.ALPHA] + column * COLUMN_ROW)
-    acc = scratch + call[c.ACC] + column * column_acc(call)
-    for i in range(round_up(call[c.HEAD_SIZE], 16)):
-        store_f32(acc + i * COLUMN_ROW, load_f32(acc + i * COLUMN_ROW) * alpha)
-
-
-@part
-def output_step(
-    call: Any, p: Any, num_keys: Any, first: Any, end: Any, width: Any, acc: Any, alpha: Any, scratch: Any
-) -> None:
+def add(call: Any, adding: Any, weighing: Any, scratch: Any) -> None:
+    key, p, num_keys, first, end, width, acc, _ = adding
     pitch, second, is_wide = call[c.V_PITCH], column_acc(call), width > 1
     num_steps = ceil_div(num_keys, STEP_N)
     for dim in range(first, end, PAIR_DIMS):
@@ -116,11 +142,12 @@ def output_step(
             tile_load(1, at + second, COLUMN_ROW)
             if is_tall:
                 tile_load(3, at + second + TILE, COLUMN_ROW)
-        values = scratch + call[c.V_ROWS] + dim * pitch
-        multiply(is_tall, is_wide, values, pitch, p, COLUMN_P, num_steps)
+        values = scratch + call[c.V_ROWS] + dim * pitch + BFLOAT * key
+        multiply(is_tall, is_wide, values, pitch, p, COLUMN_P, num_steps, weighing)
         if call[c.PARTS] == 2:
-            multiply(is_tall, is_wide, values + call[c.V_PART], pitch, p, COLUMN_P, num_steps)
-            multiply(is_tall, is_wide, values, pitch, p + call[c.P_PART], COLUMN_P, num_steps)
+            low, p_low = values + call[c.V_PART], p + call[c.P_PART]
+            multiply(is_tall, is_wide, low, pitch, p, COLUMN_P, num_steps, weighing)
+            multiply(is_tall, is_wide, values, pitch, p_low, COLUMN_P, num_steps, weighing)
         tile_store(0, at, COLUMN_ROW)
         if is_tall:
             tile_store(2, at + TILE, COLUMN_ROW)
@@ -128,3 +155,31 @@ def output_step(
             tile_store(1, at + second, COLUMN_ROW)
             if is_tall:
                 tile_store(3, at + second + TILE, COLUMN_ROW)
+
+
+@part
+def step(call: Any, scoring: Any, weighing: Any, adding: Any, scratch: Any) -> None:
+    """Groups of four products, 64 cycles, with about as many cycles' worth of weights between them: a CPU looks some 500
+    instructions ahead, no further."""
+    parts, width = call[c.PARTS], scoring[2]
+    _, _, num_keys, first, end, _, _, _ = adding
+    groups = ceil_div(end - first, PAIR_DIMS) * ceil_div(num_keys, STEP_N) * (3 if parts == 2 else 1)
+    if width > 0:
+        groups += part_bytes(call) // TILE_ROW * parts * parts
+    store1_i64(weighing + CREDIT, 0)
+    store1_i64(weighing + GROUPS, groups)
+    store1_i64(weighing + UNIT, 0)
+    if groups == 0:
+        for unit in range(load1_i64(weighing + NUM_UNITS)):
+            weigh_unit(weighing, unit)
+    if width > 0:
+        score(call, scoring, weighing)
+    if first < end:
+        add(call, adding, weighing, scratch)
+
+
+@part
+def scale_acc(call: Any, acc: Any, alpha: Any) -> None:
+    factor = load_f32(alpha)
+    for i in range(round_up(call[c.HEAD_SIZE], 16)):
+        store_f32(acc + i * COLUMN_ROW, load_f32(acc + i * COLUMN_ROW) * factor)

@@ -12,7 +12,7 @@ from numba.core import types
 from numba.extending import intrinsic
 
 from numba_prefix.cpu.features import has_pairs
-from numba_prefix.cpu.lanes import I32, LANES, constant, f32x16, i32x16
+from numba_prefix.cpu.lanes import I32, I64, LANES, constant, f32x16, i32x16
 from numba_prefix.cpu.memory import I16, I16X16, f32_to_bf16, pointer
 
 HIGH = 0xFFFF0000
@@ -119,6 +119,79 @@ def copy_16(typingctx: Any, source: Any, target: Any) -> Any:
         return context.get_dummy_value()
 
     return types.void(types.int64, types.int64), codegen
+
+
+I16X8, I16X32 = ir.VectorType(I16, 8), ir.VectorType(I16, 2 * LANES)
+KEYS, CHUNK = 2 * LANES, 8
+
+
+def _mixed(builder: ir.IRBuilder, a: ir.Value, b: ir.Value, order: list[int]) -> ir.Value:
+    return builder.shuffle_vector(
+        a, b, ir.Constant(ir.VectorType(I32, len(order)), [ir.Constant(I32, i) for i in order])
+    )
+
+
+def _interleaved(builder: ir.IRBuilder, a: ir.Value, b: ir.Value, unit: int) -> list[ir.Value]:
+    """Of each 128 bits of two I16X32, the lower halves and the upper halves, `unit` elements of either in turns."""
+    orders = (
+        [
+            which + lane + half + first + i
+            for lane in range(0, KEYS, 8)
+            for first in range(0, 4, unit)
+            for which in (0, KEYS)
+            for i in range(unit)
+        ]
+        for half in (0, 4)
+    )
+    return [_mixed(builder, a, b, order) for order in orders]
+
+
+@intrinsic
+def transpose_chunk(typingctx: Any, rows: Any, offset: Any, target: Any, pitch: Any, most: Any) -> Any:
+    """8 elements of 16 bits each, `offset` bytes into 32 rows listed by address, as 8 rows of 32; returns the larger of `most`
+    and the elements' magnitudes (see holds_special).
+
+    Loads put 8 elements of four rows into a register: what is left is transposed within 128 bits, by 24 shuffles for 256
+    elements. Whole rows of pairs as 32-bit blocks (memory.transpose_block) take 56, and have to be joined first.
+    """
+
+    def codegen(context: Any, builder: Any, sig: Any, args: Any) -> Any:
+        rows, offset, target, pitch, most = args
+
+        def chunk(row: int) -> ir.Value:
+            listed = pointer(builder, builder.add(rows, ir.Constant(I64, 8 * row)), I64)
+            address = builder.add(builder.load(listed, align=1), offset)
+            return builder.load(pointer(builder, address, I16X8), align=1)
+
+        x = []
+        for i in range(CHUNK):
+            quarters = [chunk(i + CHUNK * lane) for lane in range(4)]
+            halves = [_mixed(builder, quarters[j], quarters[j + 1], list(range(16))) for j in (0, 2)]
+            x.append(_mixed(builder, halves[0], halves[1], list(range(KEYS))))
+        largest = builder.bitcast(most, I16X32)
+        for row in x:
+            magnitude = builder.and_(row, ir.Constant(I16X32, [ir.Constant(I16, 0x7FFF)] * KEYS))
+            largest = builder.select(builder.icmp_unsigned(">", magnitude, largest), magnitude, largest)
+        for unit in (1, 2, 4):
+            x = [half for i in range(CHUNK) if not i & unit for half in _interleaved(builder, x[i], x[i + unit], unit)]
+        for i, row in enumerate(x):
+            place = builder.add(target, builder.mul(pitch, ir.Constant(I64, i)))
+            builder.store(row, pointer(builder, place, I16X32), align=1)
+        return builder.bitcast(largest, i32x16.llvm)
+
+    return i32x16(types.int64, types.int64, types.int64, types.int64, i32x16), codegen
+
+
+@intrinsic
+def holds_special(typingctx: Any, most: Any) -> Any:
+    """Whether any of the magnitudes that transpose_chunk returned is that of a bfloat16 infinity or NaN."""
+
+    def codegen(context: Any, builder: Any, sig: Any, args: Any) -> Any:
+        bits = builder.bitcast(args[0], I16X32)
+        special = builder.icmp_unsigned(">=", bits, ir.Constant(I16X32, [ir.Constant(I16, 0x7F80)] * KEYS))
+        return builder.icmp_unsigned("!=", builder.bitcast(special, I32), ir.Constant(I32, 0))
+
+    return types.boolean(i32x16), codegen
 
 
 def dot_pairs(builder: ir.IRBuilder, total: ir.Value, column: ir.Value, scalar: ir.Value) -> ir.Value:

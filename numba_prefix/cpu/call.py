@@ -14,11 +14,8 @@ BLOCK_N = 128
 STRIP = 2
 PAIR_DIMS = 32
 BFLOAT = 2  # bytes
-# With twice the rows, keys and values are widened half as often: 1.02 times with head size 64, 1.01 with 128 (AVX2, 2,048
-# causal tokens, one thread and two; 384 and 512 rows: 1.00 and 1.01). Larger heads would not leave L2 caches of 512 KB enough.
-TALL_M = 256
-MAX_TALL_HEAD_SIZE = 128
-TALL_TILES_PER_THREAD = 32  # with fewer, threads would wait for the last one longer than that saves
+# Keys that are packed at once there; a strip meets them BLOCK_N at a time while its queries and accumulators stay in L1.
+PACK_N = 512
 
 # Keys that few rows (decode) are computed with at once: rows of one head lie a power of two apart, so that few cache sets hold
 # them. 4 rows of head size 128 from memory, ns a key with 128, 64 and 32: 216 to 228, 193 to 213 and 183 to 213 (float32); 152,
@@ -37,14 +34,14 @@ MIN_ITEMS_PER_THREAD = 8
     SCRATCH_BYTES, HEAD_BYTES, Q_TOKEN, Q_HEAD, K_BLOCK, K_SLOT, K_HEAD, V_BLOCK, V_SLOT, V_HEAD, TABLE_ROW, TABLE_COLUMN,
     MASK_HEAD, MASK_ROW, MASK_COLUMN, OUT_TOKEN, OUT_HEAD,
     # counts
-    NUM_ITEMS, KV_HEAD_NUM, ITEM_HEADS, GROUP_SIZE, HEAD_SIZE, BLOCK_SIZE, TILE_ROWS,
+    NUM_ITEMS, KV_HEAD_NUM, ITEM_HEADS, GROUP_SIZE, HEAD_SIZE, BLOCK_SIZE,
     # codes
     DTYPE, OUT_DTYPE, MASK_DTYPE, BIAS, IS_CAUSAL, HAS_SHIFT,
     # byte offsets in a worker's scratch, and the pitch of its rows of keys and values
     Q_T, K_ROWS, V_ROWS, S, ENTRIES, ACC, STATE, ALPHA, ROW_SLOPES, Q_POS, ORIGIN, LAST, MASK_BASE, ROWS,
     KEY_LIST, VALUE_LIST, KV_LANE, PITCH,
     # of the paths for pairs of bfloat16 (cpu/pairs.py)
-    P, ZERO_ROW, IS_SPECIAL, PARTS, K_PITCH, V_PITCH, V_PART, P_PART,
+    P, ZERO_ROW, IS_SPECIAL, WEIGHING, PARTS, K_PITCH, V_PITCH, V_PART, P_PART,
     CALL_LENGTH,
 ) = range(69)
 # fmt: on
@@ -129,20 +126,22 @@ def pairs_layout(head_size: int, tile_rows: int, parts: int, is_by_dim: bool) ->
         PITCH: depth * FLOAT + 64,
         PARTS: parts,
         K_PITCH: parts * dims * BFLOAT + 64,
-        V_PITCH: (BLOCK_N * BFLOAT if is_by_dim else depth * 2 * BFLOAT) + 64,
+        V_PITCH: (PACK_N * BFLOAT if is_by_dim else depth * 2 * BFLOAT) + 64,
         P_PART: STRIP * BLOCK_N // 2 * COLUMN_ROW,
     }
     pitches[V_PART] = depth * pitches[V_PITCH] if is_by_dim else 0
     sizes = _sizes(depth, columns, pitches[PITCH])
     sizes |= {
         Q_T: columns * parts * dims // 2 * COLUMN_ROW,
-        K_ROWS: BLOCK_N * pitches[K_PITCH],
-        V_ROWS: parts * pitches[V_PART] if is_by_dim else BLOCK_N // 2 * pitches[V_PITCH],
+        K_ROWS: PACK_N * pitches[K_PITCH],
+        V_ROWS: parts * pitches[V_PART] if is_by_dim else PACK_N // 2 * pitches[V_PITCH],
         S: 2 * STRIP * BLOCK_N * COLUMN_ROW,
         P: 2 * parts * pitches[P_PART],
-        ROWS: 16 * (parts * depth * FLOAT + 64),
-        VALUE_LIST: 2 * BLOCK_N * 8,
+        ROWS: 32 * pitches[K_PITCH],
+        KEY_LIST: 2 * PACK_N * 8,
+        VALUE_LIST: 2 * PACK_N * 8,
         ZERO_ROW: depth * BFLOAT + 64,
         IS_SPECIAL: 64,
+        WEIGHING: (1 + 4 * STRIP) * COLUMN_ROW,
     }
     return _placed(sizes, pitches)

@@ -10,7 +10,7 @@ from numba_prefix.cpu.call import PAIR_DIMS, STRIP
 from numba_prefix.cpu.jit import part
 from numba_prefix.cpu.memory import load1_i64
 from numba_prefix.cpu.packs import join_rows
-from numba_prefix.cpu.pairs import COLUMN_P, COLUMN_S, STEP_N, column_acc, column_q
+from numba_prefix.cpu.pairs import COLUMN_P, COLUMN_S, NUM_UNITS, STEP_N, column_acc, column_q, weigh_unit
 from numba_prefix.cpu.vector import COLUMN_ROW, FLOAT, MR, finish_output, finish_scores, make_product
 from numba_prefix.tiling import ceil_div, round_up
 
@@ -31,29 +31,30 @@ def pack_values(call: Any, is_clean: Any, rows: Any, num_keys: Any, scratch: Any
 
 
 @part
-def score_step(call: Any, q_t: Any, key: Any, width: Any, s: Any, scratch: Any) -> None:
-    pitch, num_pairs = call[c.K_PITCH], round_up(call[c.HEAD_SIZE], PAIR_DIMS) // 2
-    for j in range(key, key + STEP_N, MR):
-        keys, at = scratch + call[c.K_ROWS] + j * pitch, s + j * COLUMN_ROW
-        if width == 1:
-            score_product_1(keys, pitch, q_t, column_q(call), num_pairs, at, COLUMN_S, 0)
-        else:
-            score_product(keys, pitch, q_t, column_q(call), num_pairs, at, COLUMN_S, 0)
-
-
-@part
-def scale_acc(call: Any, column: Any, scratch: Any) -> None:
+def scale_acc(call: Any, acc: Any, alpha: Any) -> None:
     """The output product does it."""
 
 
 @part
-def output_step(
-    call: Any, p: Any, num_keys: Any, first: Any, end: Any, width: Any, acc: Any, alpha: Any, scratch: Any
-) -> None:
-    pitch, num_pairs = call[c.V_PITCH], ceil_div(num_keys, 2)
-    for i in range(first, end, MR):
-        values, at = scratch + call[c.V_ROWS] + FLOAT * i, acc + i * COLUMN_ROW
+def step(call: Any, scoring: Any, weighing: Any, adding: Any, scratch: Any) -> None:
+    keys, q_t, width, s = scoring
+    pitch, num_pairs = call[c.K_PITCH], round_up(call[c.HEAD_SIZE], PAIR_DIMS) // 2
+    for j in range(0, STEP_N if width > 0 else 0, MR):
         if width == 1:
-            output_product_1(values, pitch, p, COLUMN_P, num_pairs, at, column_acc(call), alpha)
+            score_product_1(keys + j * pitch, pitch, q_t, column_q(call), num_pairs, s + j * COLUMN_ROW, COLUMN_S, 0)
         else:
-            output_product(values, pitch, p, COLUMN_P, num_pairs, at, column_acc(call), alpha)
+            score_product(keys + j * pitch, pitch, q_t, column_q(call), num_pairs, s + j * COLUMN_ROW, COLUMN_S, 0)
+    for unit in range(load1_i64(weighing + NUM_UNITS)):
+        weigh_unit(weighing, unit)
+    key, p, num_keys, first, end, width, acc, alpha = adding
+    pitch, num_pairs = call[c.V_PITCH], ceil_div(num_keys, 2)
+    v_rows = scratch + call[c.V_ROWS] + (key >> 1) * pitch
+    for i in range(first, end, MR):
+        if width == 1:
+            output_product_1(
+                v_rows + FLOAT * i, pitch, p, COLUMN_P, num_pairs, acc + i * COLUMN_ROW, column_acc(call), alpha
+            )
+        else:
+            output_product(
+                v_rows + FLOAT * i, pitch, p, COLUMN_P, num_pairs, acc + i * COLUMN_ROW, column_acc(call), alpha
+            )

@@ -178,8 +178,8 @@ def make_drain(
             entry, kv_head = work[item // head_groups], item % head_groups * item_heads
             sequence = sequences[entry[tiling.SEQUENCE]]
             q_len, m_block = sequence[tiling.Q_LEN], entry[tiling.M_BLOCK]
-            first_row = m_block * call[c.TILE_ROWS]
-            rows = tiling.rows_in_tile(q_len, group_size, m_block, call[c.TILE_ROWS])
+            first_row = m_block * sequence[tiling.TILE_ROWS]
+            rows = tiling.rows_in_tile(q_len, group_size, m_block, sequence[tiling.TILE_ROWS])
             fold_rows = tiling.fold_rows(q_len, group_size, call[c.HEAD_SIZE])
             table = call[c.TABLES] + entry[tiling.SEQUENCE] * call[c.TABLE_ROW]
             k, v = call[c.K] + kv_head * call[c.K_HEAD], call[c.V] + kv_head * call[c.V_HEAD]

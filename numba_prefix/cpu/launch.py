@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from numba_prefix import tiling
 from numba_prefix.arrays import Tensor, data_address
 from numba_prefix.cpu import call as c
-from numba_prefix.cpu import isa, openmp, probe
+from numba_prefix.cpu import heights, isa, openmp, probe
 from numba_prefix.cpu.features import cpu_name
 from numba_prefix.cpu.jit import kernel
 from numba_prefix.cpu.paths import kernel_of, layout_of
@@ -43,8 +43,6 @@ FLOPS_PER_LENT_WORKER = 0.6e6  # of PyTorch's, which are awake: two threads take
 MAX_PAIRS_SCALE = 2.0**60
 MAX_KEPT_BATCH = 64  # so that plans which are kept are small
 MAX_WORKERS = 512  # helpers sleep for the life of the process: no slip of num_threads may start a million
-# Compiled code is left about this often, so that Ctrl-C is seen; and a guess of one thread's speed to translate it.
-FLOPS_PER_VISIT = 0.05 * 50e9
 CANCELLED = 1 << 62  # a queue counter at which no item is left
 
 
@@ -163,19 +161,22 @@ def _plan(
     is_part: bool,
     pool: str,
 ) -> CpuPlan:
-    tile_rows = _tile_rows(problem, q_len, kv_len, num_threads)
-    cut = cut_work(problem, q_len, kv_len, held_blocks, tile_rows, c.BLOCK_N, (count_work, fill_work))
+    tile_rows = heights.tile_rows(path, problem, q_len, kv_len, num_threads)
+    cut = cut_work(problem, q_len, kv_len, held_blocks, tile_rows, c.BLOCK_M, c.BLOCK_N, (count_work, fill_work))
     kv_heads = problem.kv_head_num
     has_few = tiling.fold_rows(int(q_len.max(initial=0)), problem.group_size, problem.head_size) > 0
     item_heads = _item_heads(len(cut.work), kv_heads, num_threads) if has_few else 1
     num_items = len(cut.work) * kv_heads // item_heads
     flops = 4.0 * problem.head_size * problem.head_num * float(np.dot(q_len.astype(np.float64), cut.num_held))
     most_workers = min(num_threads, MAX_WORKERS, num_items)
-    own_workers = max(1, min(most_workers, int(flops / FLOPS_PER_WORKER)))
-    num_workers = max(1, min(most_workers, int(flops / FLOPS_PER_LENT_WORKER))) if pool == "torch" else own_workers
-    items_per_visit = max(1, int(num_items * min(1.0, FLOPS_PER_VISIT / max(flops, 1.0))))
+    speed = 1.0 if has_few else heights.SPEEDS[path]
+    own_workers = max(1, min(most_workers, int(flops / (FLOPS_PER_WORKER * speed))))
+    lent_workers = max(1, min(most_workers, int(flops / (FLOPS_PER_LENT_WORKER * speed))))
+    num_workers = lent_workers if pool == "torch" else own_workers
+    items_per_visit = max(1, int(num_items * min(1.0, heights.FLOPS_PER_VISIT * speed / max(flops, 1.0))))
+    tallest = int(tile_rows.max(initial=c.BLOCK_M))
     offsets, head_bytes = (
-        few_layout(problem.head_size) if has_few else layout_of(path, problem.dtype, problem.head_size, tile_rows)
+        few_layout(problem.head_size) if has_few else layout_of(path, problem.dtype, problem.head_size, tallest)
     )
     layout = workspace_layout(
         cut.split_tiles * kv_heads, cut.partial_f32 * kv_heads, head_bytes * item_heads, num_workers, num_items
@@ -188,7 +189,6 @@ def _plan(
     template[c.NUM_ITEMS], template[c.KV_HEAD_NUM], template[c.ITEM_HEADS] = num_items, kv_heads, item_heads
     template[c.GROUP_SIZE] = problem.group_size
     template[c.HEAD_SIZE], template[c.BLOCK_SIZE] = problem.head_size, problem.block_size
-    template[c.TILE_ROWS] = tile_rows
     template[c.DTYPE] = c.DTYPE_CODES[problem.dtype]
     template[c.MASK_DTYPE] = c.DTYPE_CODES[problem.mask_dtype] if problem.mask_dtype else 0
     template[c.IS_CAUSAL] = problem.is_causal
@@ -210,22 +210,6 @@ def _item_heads(entries: int, kv_heads: int, num_threads: int) -> int:
 
 
 few_layout = functools.cache(c.few_layout)
-
-
-def _tile_rows(problem: Problem, q_len: NDArray[np.int64], kv_len: NDArray[np.int64], num_threads: int) -> int:
-    """Rows of a tile. Of how many threads there are, no bit may depend: tiles are tall only where keys are split as they are in
-    others. Nor may one tile keep Ctrl-C waiting."""
-    least = c.TALL_TILES_PER_THREAD * num_threads
-    if problem.head_size > c.MAX_TALL_HEAD_SIZE or problem.num_tokens * problem.head_num < c.TALL_M * least:
-        return c.BLOCK_M
-    if 4.0 * c.TALL_M * problem.head_size * float(kv_len.max()) > FLOPS_PER_VISIT:
-        return c.BLOCK_M
-    rows = q_len * problem.group_size
-    in_one_tile, in_enough_tiles = rows <= c.BLOCK_M, rows > c.TALL_M * (tiling.MIN_HEAD_ITEMS - 1)
-    is_never_split = kv_len < 2 * tiling.MIN_SPLIT_KEYS
-    num_tiles = int(np.sum(-(-rows // c.TALL_M))) * problem.kv_head_num
-    is_alike = np.all(in_one_tile | in_enough_tiles | is_never_split) and not np.all(in_one_tile)
-    return c.TALL_M if is_alike and num_tiles >= least else c.BLOCK_M
 
 
 def bind(plan: CpuPlan, operands: Operands, out: Tensor, lse_address: int) -> NDArray[np.int64]:

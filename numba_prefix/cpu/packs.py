@@ -53,35 +53,34 @@ def fill_row(parts: Any, size: Any, target: Any, to_low: Any) -> None:
 
 
 @inline
-def pack_keys_of(
-    dtype: Any, parts: Any, rows: Any, num_keys: Any, size: Any, target: Any, pitch: Any, spare: Any
+def pack_rows_of(
+    dtype: Any, parts: Any, is_clean: Any, rows: Any, num_rows: Any, size: Any, target: Any, pitch: Any, spare: Any
 ) -> Any:
     to_low = BFLOAT * round_up(size, PAIR_DIMS)
     whole = size // 16 * 16
     special = splat_f32(ZERO) != ZERO
-    for j in range(num_keys):
+    for j in range(num_rows):
         source, to = load1_i64(rows + 8 * j), target + j * pitch
-        for i in range(0, whole, 16):
-            x = load_lanes(dtype, source + BFLOAT * i)
+        for i in range(0, round_up(size, 16), 16):
+            at = source + BFLOAT * i
+            x = load_lanes(dtype, at) if i < whole else load_tail(dtype, at, size - i, spare)
+            if is_clean:
+                x = where(is_not_finite(x), ZERO, x)
+            elif parts == 2:
+                special = special | is_not_finite(x)
             store_parts(parts, x, to + BFLOAT * i, to_low)
-            if parts == 2:
-                special = special | is_not_finite(x)
-        if whole < size:
-            x = load_tail(dtype, source + BFLOAT * whole, size - whole, spare)
-            store_parts(parts, x, to + BFLOAT * whole, to_low)
-            if parts == 2:
-                special = special | is_not_finite(x)
         fill_row(parts, size, to, to_low)
     return any_lane(special)
 
 
 @part
-def pack_keys(call: Any, rows: Any, num_keys: Any, scratch: Any) -> Any:
-    """K_ROWS from a list of row addresses; whether there are infinities or NaN in float16 ones."""
-    a = rows, num_keys, call[c.HEAD_SIZE], scratch + call[c.K_ROWS], call[c.K_PITCH], scratch + call[c.ROWS]
+def pack_rows(call: Any, is_clean: Any, rows: Any, num_rows: Any, target: Any, spare: Any) -> Any:
+    """Rows from a list of addresses as [part][dimension], K_PITCH bytes from one to the next. Infinities and NaN become 0 if
+    is_clean; otherwise, whether there are any in float16 ones."""
+    a = rows, num_rows, call[c.HEAD_SIZE], target, call[c.K_PITCH], spare
     if call[c.PARTS] == 2:
-        return pack_keys_of(c.FLOAT16, 2, *a)
-    return pack_keys_of(c.BFLOAT16, 1, *a)
+        return pack_rows_of(c.FLOAT16, 2, True, *a) if is_clean else pack_rows_of(c.FLOAT16, 2, False, *a)
+    return pack_rows_of(c.BFLOAT16, 1, True, *a) if is_clean else pack_rows_of(c.BFLOAT16, 1, False, *a)
 
 
 @part

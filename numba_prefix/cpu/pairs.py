@@ -8,8 +8,9 @@ the four products of values and weights that of the low parts is left out: 2**-1
 
 These instructions take numbers below 2**-126 (1.2e-38) as 0, in and out, as those of other paths do not.
 
-Three strips of columns are under way at a time: the scores of one, the weights of the one before, the output of the one before
-that, in turns of 32 keys, so that vector instructions have work while the tile unit has.
+Up to PACK_N keys and values are packed, then strips of two columns meet them, BLOCK_N at a time. Three such meetings are under
+way at once: the scores of one, the weights of the one before, the output of the one before that, in steps of 32 keys, so that
+vector instructions have work while the tile unit has.
 """
 
 from __future__ import annotations
@@ -29,22 +30,24 @@ from numba_prefix.cpu.bfloats import (
     second_of_pairs,
     store_i32,
 )
-from numba_prefix.cpu.call import BFLOAT, BLOCK_N, PAIR_DIMS, STRIP
+from numba_prefix.cpu.call import BFLOAT, BLOCK_N, PACK_N, PAIR_DIMS, STRIP
 from numba_prefix.cpu.jit import inline, part
 from numba_prefix.cpu.memory import (
     any_lane,
     fma,
     is_not_finite,
+    load1_f32,
     load1_i64,
     load_f32,
     load_i32,
     splat_f32,
     splat_i32,
+    store1_f32,
     store1_i64,
     store_f32,
     transpose_block,
 )
-from numba_prefix.cpu.packs import clear_row, list_zeros, pack_keys, pack_query
+from numba_prefix.cpu.packs import clear_row, list_zeros, pack_query, pack_rows
 from numba_prefix.cpu.rows import item_bytes, list_rows, load_one, load_query, prefetch_rows
 from numba_prefix.cpu.state import set_lane
 from numba_prefix.cpu.strips import apply_rules, is_edge_strip, last_of_lane
@@ -59,14 +62,22 @@ ONE = np.float32(1.0)
 NEG_INF = np.float32(-np.inf)
 STEP_N = 32  # keys of a turn: a tile of pairs
 STEPS = BLOCK_N // STEP_N
+UNIT_N = 8  # keys whose weights are computed between products of tiles
+UNITS = STEP_N // UNIT_N
 COLUMN_S = BLOCK_N * COLUMN_ROW
 COLUMN_P = BLOCK_N // 2 * COLUMN_ROW
 
 
 @inline
+def part_bytes(call: Any) -> Any:
+    """Of one row of keys, or of values before they are transposed."""
+    return round_up(call[c.HEAD_SIZE], PAIR_DIMS) * BFLOAT
+
+
+@inline
 def column_q(call: Any) -> Any:
     """Bytes of one column of Q_T."""
-    return call[c.PARTS] * (round_up(call[c.HEAD_SIZE], PAIR_DIMS) // 2) * COLUMN_ROW
+    return call[c.PARTS] * (part_bytes(call) // 4) * COLUMN_ROW
 
 
 @inline
@@ -75,13 +86,26 @@ def column_acc(call: Any) -> Any:
 
 
 @inline
-def s_of_strip(call: Any, strip: Any, scratch: Any) -> Any:
-    return scratch + call[c.S] + (strip & 1) * (STRIP * COLUMN_S)
+def buffer_of(call: Any, name: Any, turn: Any, scratch: Any) -> Any:
+    """One of the two buffers of S or P, in turns."""
+    size = STRIP * COLUMN_S if name == c.S else call[c.PARTS] * call[c.P_PART]
+    return scratch + call[name] + (turn & 1) * size
+
+
+# WEIGHING: first what a step has to weigh and how far that is, int64 (UNIT_LOG2 float32); then for each column of a strip what
+# its scores are lowered by and the sum of its weights so far; then, in two buffers, what a strip's accumulators are scaled by, a
+# turn after its weights are computed.
+CREDIT, GROUPS, UNIT, NUM_UNITS, S_AT, P_AT, TO_LOW, UNIT_LOG2 = range(0, 64, 8)
 
 
 @inline
-def p_of_strip(call: Any, strip: Any, scratch: Any) -> Any:
-    return scratch + call[c.P] + (strip & 1) * (call[c.PARTS] * call[c.P_PART])
+def weighing_of(place: Any, weighing: Any) -> Any:
+    return weighing + (1 + 2 * place) * COLUMN_ROW
+
+
+@inline
+def alphas_of(turn: Any, weighing: Any) -> Any:
+    return weighing + (1 + 2 * STRIP + (turn & 1) * STRIP) * COLUMN_ROW
 
 
 @part
@@ -154,25 +178,46 @@ def add_special(call: Any, rows: Any, column: Any, p: Any, kv_pos: Any, num_keys
 
 @part
 def begin_weights(
-    call: Any, factors: Any, column: Any, s: Any, is_edge: Any, kv_pos: Any, num_keys: Any, scratch: Any
+    call: Any,
+    factors: Any,
+    column: Any,
+    place: Any,
+    s: Any,
+    alphas: Any,
+    is_edge: Any,
+    kv_pos: Any,
+    num_keys: Any,
+    weighing: Any,
+    scratch: Any,
 ) -> Any:
-    """One column's products to scores, and its state so far to the new maximum; whether that changes any row's."""
+    """One column's products to scores, and its state so far to the new maximum; whether that changes any row's. place: the
+    column's in its strip."""
     state = scratch + call[c.STATE] + 2 * column * COLUMN_ROW
     m_old = load_f32(state)
     m_i = apply_rules(call, factors, column, s, is_edge, kv_pos, num_keys, m_old, scratch)
-    alpha = rescale(m_old, shift_of(m_i), factors[c.UNIT_LOG2])
+    shift = shift_of(m_i)
+    alpha = rescale(m_old, shift, factors[c.UNIT_LOG2])
     store_f32(state, m_i)
     store_f32(state + COLUMN_ROW, load_f32(state + COLUMN_ROW) * alpha)
-    store_f32(scratch + call[c.ALPHA] + column * COLUMN_ROW, alpha)
+    store_f32(alphas + place * COLUMN_ROW, alpha)
+    store_f32(weighing_of(place, weighing), shift)
+    store_f32(weighing_of(place, weighing) + COLUMN_ROW, splat_f32(ZERO))
     for j in range(num_keys, round_up(num_keys, STEP_N)):
         store_f32(s + j * COLUMN_ROW, splat_f32(NEG_INF))
     return any_lane(alpha != ONE)
 
 
+@part
+def end_weights(call: Any, column: Any, place: Any, weighing: Any, scratch: Any) -> None:
+    """What a column's weights came to, into its state."""
+    l_i = scratch + call[c.STATE] + (2 * column + 1) * COLUMN_ROW
+    store_f32(l_i, load_f32(l_i) + load_f32(weighing_of(place, weighing) + COLUMN_ROW))
+
+
 @inline
-def weigh_pairs_of(parts: Any, s: Any, p: Any, to_low: Any, shift: Any, unit_log2: Any) -> Any:
+def weigh_unit_of(parts: Any, s: Any, p: Any, to_low: Any, shift: Any, unit_log2: Any) -> Any:
     total = splat_f32(ZERO)
-    for i in range(0, STEP_N, 4):  # four at a time, as scores.weigh_column
+    for i in range(0, UNIT_N, 4):  # four at a time, as scores.weigh_column
         at, to = s + i * COLUMN_ROW, p + (i >> 1) * COLUMN_ROW
         p0 = weight(load_f32(at), shift, unit_log2)
         p1 = weight(load_f32(at + COLUMN_ROW), shift, unit_log2)
@@ -192,33 +237,38 @@ def weigh_pairs_of(parts: Any, s: Any, p: Any, to_low: Any, shift: Any, unit_log
 
 
 @part
-def weigh_pairs(call: Any, factors: Any, column: Any, s: Any, p: Any, scratch: Any) -> None:
-    """STEP_N scores of a column to weights, added to its sum."""
-    state = scratch + call[c.STATE] + 2 * column * COLUMN_ROW
-    shift, unit_log2 = shift_of(load_f32(state)), factors[c.UNIT_LOG2]
-    if call[c.PARTS] == 2:
-        total = weigh_pairs_of(2, s, p, call[c.P_PART], shift, unit_log2)
-    else:
-        total = weigh_pairs_of(1, s, p, call[c.P_PART], shift, unit_log2)
+def weigh_unit(weighing: Any, unit: Any) -> None:
+    """UNIT_N scores of one column to weights, added to its sum. Of STEP_N keys there are UNITS units to a column."""
+    place, key = unit // UNITS, unit % UNITS * UNIT_N
+    state = weighing_of(place, weighing)
+    shift, unit_log2, to_low = load_f32(state), load1_f32(weighing + UNIT_LOG2), load1_i64(weighing + TO_LOW)
+    s = load1_i64(weighing + S_AT) + place * COLUMN_S + key * COLUMN_ROW
+    p = load1_i64(weighing + P_AT) + place * COLUMN_P + (key >> 1) * COLUMN_ROW
+    a = s, p, to_low, shift, unit_log2
+    total = weigh_unit_of(2, *a) if to_low > 0 else weigh_unit_of(1, *a)
     store_f32(state + COLUMN_ROW, load_f32(state + COLUMN_ROW) + total)
 
 
 @inline
 def keys_of_strip(call: Any, strip: Any, columns: Any, kv_pos: Any, num_keys: Any, scratch: Any) -> Any:
-    """How many of the block's keys some row of a strip sees; 0 past the last strip."""
+    """How many of the keys some row of a strip sees; 0 past the last strip."""
     end = min((strip + 1) * STRIP, columns)
-    if strip < 0 or strip * STRIP >= columns:
+    if strip * STRIP >= columns:
         return 0
     return max(0, min(num_keys, last_of_lane(call, end * 16 - 1, scratch) + 1 - kv_pos))
 
 
-def make_attend(pack_values: Any, score_step: Any, scale_acc: Any, output_step: Any) -> Any:
+def make_attend(pack_values: Any, scale_acc: Any, step: Any) -> Any:
     """attend_keys of a path, of its micro-kernels:
 
     pack_values  V_ROWS from a list of rows, of which there are a multiple of STEP_N
-    score_step   the products of STEP_N keys with `width` columns
-    scale_acc    a column's accumulators times alpha, unless output_step does that
-    output_step  dimensions `first` to `end` of `width` columns, plus the products of the keys' values and weights
+    scale_acc    (call, acc, alpha): a column's accumulators times alpha, unless step does that
+    step         (call, scoring, weighing, adding, scratch): a share of three strips' work, of which any may have none
+
+        scoring   (keys, q_t, width, s): the products of STEP_N keys with `width` columns; none if width is 0
+        weighing  the record above: NUM_UNITS units (weigh_unit)
+        adding    (key, p, num_keys, first, end, width, acc, alphas): to dimensions `first` to `end` of `width` columns, the
+                  products of the values from `key` on and their weights; none if first is end
     """
 
     @part
@@ -235,54 +285,85 @@ def make_attend(pack_values: Any, score_step: Any, scale_acc: Any, output_step: 
         num_next: Any,
         scratch: Any,
     ) -> None:
-        """All strips against a block of keys; meanwhile the next block's rows come into the cache."""
-        special_scores = pack_keys(call, keys, num_keys, scratch) or load1_i64(scratch + call[c.IS_SPECIAL]) != 0
+        """All strips against up to PACK_N keys, BLOCK_N at a time; meanwhile the next rows come into the cache."""
+        special_scores = pack_rows(call, False, keys, num_keys, scratch + call[c.K_ROWS], scratch + call[c.ROWS])
+        special_scores = special_scores or load1_i64(scratch + call[c.IS_SPECIAL]) != 0
         list_zeros(values, num_keys, round_up(num_keys, STEP_N), scratch + call[c.ZERO_ROW])
         special_values = pack_values(call, False, values, num_keys, scratch)
         if special_values:
             pack_values(call, True, values, num_keys, scratch)
         dims = ceil_div(call[c.HEAD_SIZE], PAIR_DIMS)
         row_bytes = call[c.HEAD_SIZE] * item_bytes(call[c.DTYPE])
-        turns = ceil_div(columns, STRIP) + 2
-        for strip in range(turns):
-            asked = num_next * strip // turns
-            count = num_next * (strip + 1) // turns - asked
+        turns = ceil_div(columns, STRIP) * ceil_div(num_keys, BLOCK_N) + 2
+        # A strip's first column, and which of the keys: what a turn scores, the next one weighs and the one after that adds.
+        scored = weighed = added = 0
+        score_key = weigh_key = add_key = 0
+        to_weigh = to_add = 0
+        is_grown = False
+        weighing = scratch + call[c.WEIGHING]
+        store1_f32(weighing + UNIT_LOG2, factors[c.UNIT_LOG2])
+        store1_i64(weighing + TO_LOW, call[c.P_PART] if call[c.PARTS] == 2 else 0)
+        for turn in range(turns):
+            while scored < columns and score_key >= keys_of_strip(
+                call, scored // STRIP, columns, kv_pos, num_keys, scratch
+            ):
+                scored, score_key = scored + STRIP, 0
+            seen = keys_of_strip(call, scored // STRIP, columns, kv_pos, num_keys, scratch)
+            to_score = min(BLOCK_N, seen - score_key)
+            if scored >= columns:
+                to_score = 0
+            if to_score + to_weigh + to_add == 0:
+                break
+            asked = num_next * turn // turns
+            count = num_next * (turn + 1) // turns - asked
             prefetch_rows(next_keys + 8 * asked, count, row_bytes)
             prefetch_rows(next_values + 8 * asked, count, row_bytes)
-            to_score = keys_of_strip(call, strip, columns, kv_pos, num_keys, scratch)
-            to_weigh = keys_of_strip(call, strip - 1, columns, kv_pos, num_keys, scratch)
-            to_add = keys_of_strip(call, strip - 2, columns, kv_pos, num_keys, scratch)
-            scored, weighed, added = strip * STRIP, (strip - 1) * STRIP, (strip - 2) * STRIP
-            s_new, s_old = s_of_strip(call, strip, scratch), s_of_strip(call, strip - 1, scratch)
-            p_new, p_old = p_of_strip(call, strip - 1, scratch), p_of_strip(call, strip, scratch)
+            s_new, s_old = buffer_of(call, c.S, turn, scratch), buffer_of(call, c.S, turn + 1, scratch)
+            p_new, p_old = buffer_of(call, c.P, turn, scratch), buffer_of(call, c.P, turn + 1, scratch)
+            score_width, weigh_width = min(STRIP, columns - scored), min(STRIP, columns - weighed)
+            add_width = min(STRIP, columns - added)
+            acc, alphas = scratch + call[c.ACC] + added * column_acc(call), alphas_of(turn + 1, weighing)
+            if to_add > 0 and is_grown:
+                for v in range(add_width):
+                    scale_acc(call, acc + v * column_acc(call), alphas + v * COLUMN_ROW)
+            is_grown = False
             if to_weigh > 0:
-                is_edge = is_edge_strip(call, weighed, kv_pos + to_weigh - 1, scratch)
-                for v in range(min(STRIP, columns - weighed)):
-                    s = s_old + v * COLUMN_S
+                is_edge = is_edge_strip(call, weighed, kv_pos + weigh_key + to_weigh - 1, scratch)
+                for v in range(weigh_width):
+                    s, column, pos = s_old + v * COLUMN_S, weighed + v, kv_pos + weigh_key
                     if special_scores:
-                        careful_scores(call, keys, weighed + v, s, to_weigh, scratch)
-                    if begin_weights(call, factors, weighed + v, s, is_edge, kv_pos, to_weigh, scratch):
-                        scale_acc(call, weighed + v, scratch)
-            for step in range(STEPS):
-                j = step * STEP_N
-                if j < to_score:
-                    q_t = scratch + call[c.Q_T] + scored * column_q(call)
-                    score_step(call, q_t, j, min(STRIP, columns - scored), s_new, scratch)
-                if j < to_weigh:
-                    for v in range(min(STRIP, columns - weighed)):
-                        p = p_new + v * COLUMN_P + (j >> 1) * COLUMN_ROW
-                        weigh_pairs(call, factors, weighed + v, s_old + v * COLUMN_S + j * COLUMN_ROW, p, scratch)
-                if to_add > 0:
-                    first, end = dims * step // STEPS * PAIR_DIMS, dims * (step + 1) // STEPS * PAIR_DIMS
-                    end = min(end, round_up(call[c.HEAD_SIZE], 16))
-                    acc = scratch + call[c.ACC] + added * column_acc(call)
-                    alpha = scratch + call[c.ALPHA] + added * COLUMN_ROW
-                    width = min(STRIP, columns - added)
-                    if first < end:
-                        output_step(call, p_old, to_add, first, end, width, acc, alpha, scratch)
+                        careful_scores(call, keys + 8 * weigh_key, column, s, to_weigh, scratch)
+                    place = column, v, s, alphas_of(turn, weighing)
+                    if begin_weights(call, factors, *place, is_edge, pos, to_weigh, weighing, scratch):
+                        is_grown = True
+            key_rows = scratch + call[c.K_ROWS] + score_key * call[c.K_PITCH]
+            q_t = scratch + call[c.Q_T] + scored * column_q(call)
+            for i in range(STEPS):
+                j = i * STEP_N
+                scoring = (
+                    key_rows + j * call[c.K_PITCH],
+                    q_t,
+                    score_width if j < to_score else 0,
+                    s_new + j * COLUMN_ROW,
+                )
+                store1_i64(weighing + NUM_UNITS, weigh_width * UNITS if j < to_weigh else 0)
+                store1_i64(weighing + S_AT, s_old + j * COLUMN_ROW)
+                store1_i64(weighing + P_AT, p_new + (j >> 1) * COLUMN_ROW)
+                first = dims * i // STEPS * PAIR_DIMS
+                end = min(dims * (i + 1) // STEPS * PAIR_DIMS, round_up(call[c.HEAD_SIZE], 16))
+                if to_add == 0:
+                    end = first
+                adding = (add_key, p_old, to_add, first, end, add_width, acc, alphas)
+                step(call, scoring, weighing, adding, scratch)
+            for v in range(weigh_width if to_weigh > 0 else 0):
+                end_weights(call, weighed + v, v, weighing, scratch)
             if special_values and to_add > 0:
-                for v in range(min(STRIP, columns - added)):
-                    add_special(call, values, added + v, p_old + v * COLUMN_P, kv_pos, to_add, scratch)
+                for v in range(add_width):
+                    p, pos = p_old + v * COLUMN_P, kv_pos + add_key
+                    add_special(call, values + 8 * add_key, added + v, p, pos, to_add, scratch)
+            added, add_key, to_add = weighed, weigh_key, to_weigh
+            weighed, weigh_key, to_weigh = scored, score_key, to_score
+            score_key += BLOCK_N
 
     @part
     def attend_keys(
@@ -300,13 +381,13 @@ def make_attend(pack_values: Any, score_step: Any, scale_acc: Any, output_step: 
         """All columns of a tile against the keys of one work item, whose rows are listed a block ahead."""
         kv_idx, n_end = entry[tiling.N_BEGIN], entry[tiling.N_END]
         keys, values = scratch + call[c.KEY_LIST], scratch + call[c.VALUE_LIST]
-        next_keys, next_values = keys + 8 * BLOCK_N, values + 8 * BLOCK_N
+        next_keys, next_values = keys + 8 * PACK_N, values + 8 * PACK_N
         kv_pos, num_keys = tiling.kv_pos_of_key(runs, tiling.run_of_key(runs, sequence, kv_idx), kv_idx), 0
         while True:
             kv_idx += num_keys
             run = tiling.run_of_key(runs, sequence, kv_idx)
             next_pos = tiling.kv_pos_of_key(runs, run, kv_idx)
-            count = tiling.keys_in_block(runs, run, kv_idx, n_end, BLOCK_N)
+            count = tiling.keys_in_block(runs, run, kv_idx, n_end, PACK_N)
             list_rows(call, k, call[c.K_BLOCK], call[c.K_SLOT], table, next_pos, count, count, next_keys)
             list_rows(call, v, call[c.V_BLOCK], call[c.V_SLOT], table, next_pos, count, count, next_values)
             if num_keys > 0:

@@ -14,9 +14,8 @@ class Steps(NamedTuple):
     """A path's micro-kernels (pairs.make_attend), and what a thread does before and after them."""
 
     pack_values: Any
-    score_step: Any
     scale_acc: Any
-    output_step: Any
+    step: Any
     enter: Any = nothing
     leave: Any = nothing
 
@@ -27,11 +26,10 @@ def steps_of(path: str) -> Steps:
     if path == isa.AMX:
         from numba_prefix.cpu import amx, tiles
 
-        steps = amx.pack_values, amx.score_step, amx.scale_acc, amx.output_step
-        return Steps(*steps, tiles.enter_tiles, tiles.leave_tiles)
+        return Steps(amx.pack_values, amx.scale_acc, amx.step, tiles.enter_tiles, tiles.leave_tiles)
     from numba_prefix.cpu import dot_pairs
 
-    return Steps(dot_pairs.pack_values, dot_pairs.score_step, dot_pairs.scale_acc, dot_pairs.output_step)
+    return Steps(dot_pairs.pack_values, dot_pairs.scale_acc, dot_pairs.step)
 
 
 @functools.cache
@@ -41,7 +39,7 @@ def kernel_of(path: str) -> Any:
     from numba_prefix.cpu import pairs
 
     steps = steps_of(path)
-    return make_drain(f"drain_{path}", pairs.load_queries, pairs.make_attend(*steps[:4]), steps.enter, steps.leave)
+    return make_drain(f"drain_{path}", pairs.load_queries, pairs.make_attend(*steps[:3]), steps.enter, steps.leave)
 
 
 @functools.cache

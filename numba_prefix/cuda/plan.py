@@ -82,7 +82,7 @@ class CudaPlan:
 
     def _cut(self, block_m: int, block_n: int) -> Tables:
         heads = self.problem.kv_head_num
-        cut = cut_work(self.problem, *self._lengths, self._held_blocks, block_m, block_n, self._cutters)
+        cut = cut_work(self.problem, *self._lengths, self._held_blocks, block_m, block_m, block_n, self._cutters)
         if len(cut.work) * heads > MAX_GRID:
             raise ValueError(f"seq_len: got {len(cut.work)} tiles of {heads} heads, expected at most {MAX_GRID} in all")
         merge = cut.work[(cut.work[:, NUM_SPLITS] > 1) & (cut.work[:, SPLIT_IDX] == 0)]

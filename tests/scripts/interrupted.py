@@ -22,7 +22,7 @@ from cases import make_case, run, same_bits
 import numba_prefix as nbp
 
 SMALL = make_case([90, 1], [300, 700], head_num=8, kv_head_num=4, head_size=64, dtype="float16")
-VISIT = make_case([600], [1200], head_num=8, head_size=128, dtype="float16")  # 2.2 GFLOP: launch.FLOPS_PER_VISIT
+VISIT = make_case([600], [1200], head_num=8, head_size=128, dtype="float16")  # 2.2 GFLOP: heights.FLOPS_PER_VISIT
 SOON = 2.0
 expected: list[Any] = []
 

@@ -8,12 +8,12 @@ import re
 import sys
 from typing import Any
 
-from machine_code import VECTOR, inner_loops
+from machine_code import VECTOR, pieces
 from numba import types
 
 from numba_prefix.cpu import call as c
 from numba_prefix.cpu import pairs
-from numba_prefix.cpu.call import BLOCK_N, STRIP
+from numba_prefix.cpu.call import BLOCK_N
 from numba_prefix.cpu.jit import kernel
 from numba_prefix.cpu.paths import steps_of
 
@@ -21,19 +21,21 @@ INTEGERS, FACTORS = types.Array(types.int64, 1, "C"), types.Array(types.float32,
 
 
 def own_part(path: str) -> tuple[Any, tuple[Any, ...]]:
-    pack_values, score_step, scale_acc, output_step, enter, leave = steps_of(path)
-    pack_keys, weigh_pairs = pairs.pack_keys, pairs.weigh_pairs
+    pack_values, scale_acc, step, enter, leave = steps_of(path)
+    pack_rows = pairs.pack_rows
 
     def steps(call: Any, factors: Any, rows: Any, width: Any, scratch: Any) -> None:
         enter()
         s, p, acc, alpha = scratch + call[c.S], scratch + call[c.P], scratch + call[c.ACC], scratch + call[c.ALPHA]
-        pack_keys(call, rows, BLOCK_N, scratch)
+        keys = scratch + call[c.K_ROWS]
+        pack_rows(call, False, rows, BLOCK_N, keys, scratch + call[c.ROWS])
         pack_values(call, False, rows, BLOCK_N, scratch)
+        scale_acc(call, acc, alpha)
+        weighing = scratch + call[c.WEIGHING]
         for key in range(0, BLOCK_N, pairs.STEP_N):
-            score_step(call, scratch + call[c.Q_T], key, width, s, scratch)
-            weigh_pairs(call, factors, 0, s, p, scratch)
-        scale_acc(call, STRIP - 1, scratch)
-        output_step(call, p, BLOCK_N, 0, call[c.HEAD_SIZE], width, acc, alpha, scratch)
+            scoring = (keys, scratch + call[c.Q_T], width, s)
+            adding = (key, p, BLOCK_N, 0, call[c.HEAD_SIZE], width, acc, alpha)
+            step(call, scoring, weighing, adding, scratch)
         leave()
 
     return kernel(steps), (INTEGERS, FACTORS, types.int64, types.int64, types.int64)
@@ -46,19 +48,18 @@ def facts(path: str) -> dict[str, Any]:
     (signature,) = fresh.signatures
     llvm_ir, assembly = fresh.inspect_llvm(signature), fresh.inspect_asm(signature)
     words = "ldtilecfg tilerelease tileloadd tilestored tdpbf16ps vdpbf16ps vcvtne2ps2bf16"
-    loops = [loop for loop in inner_loops(assembly) if any("dpbf16ps" in line for line in loop)]
+    products, weights = (
+        [piece for piece in pieces(assembly) if any(word in line for line in piece)]
+        for word in ("dpbf16ps", "vcvtne2ps2bf16")
+    )
     return {
         "counts": {word: len(re.findall(rf"^\s+{word}\b", assembly, re.M)) for word in words.split()},
-        "loops": [
-            {
-                "dots": sum("dpbf16ps" in line for line in loop),
-                "spills": [line for line in loop if "(%rsp" in line and VECTOR.search(line)],
-                "registers": sorted(
-                    {x for line in loop if "dpbf16ps" in line for x in re.findall(r"%([xyzt]mm)", line)}
-                ),
-            }
-            for loop in loops
-        ],
+        "dots": [sum("dpbf16ps" in line for line in piece) for piece in products],
+        "registers": sorted(
+            {x for piece in products for line in piece if "dpbf16ps" in line for x in re.findall(r"%([xyzt]mm)", line)}
+        ),
+        "weights": [sum("vcvtne2ps2bf16" in line for line in piece) for piece in weights],
+        "spills": [line for x in products + weights for line in x if "(%rsp" in line and VECTOR.search(line)],
         "doubles": len(re.findall(r"\bdouble\b", llvm_ir)),
         "calls": sorted(set(re.findall(r"\b(__truncsfbf2|__extendhfsf2|__truncsfhf2)\b", assembly))),
     }
