@@ -95,7 +95,7 @@ def check_block_ids(
     and those of blocks that are not held, do not matter.
     """
     table = as_numpy(block_tables)
-    if 0 < table.size <= SMALL_TABLE and int(table.view(np.uint32).max()) < problem.num_blocks:
+    if 0 < table.size <= SMALL_TABLE and np.maximum.reduce(table.view(np.uint32), axis=None) < problem.num_blocks:
         return  # ids below zero are large as unsigned ones
     num_read = np.where(q_len > 0, -(-kv_len // problem.block_size), 0)
     width = int(num_read.max(initial=0))

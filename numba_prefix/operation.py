@@ -55,17 +55,22 @@ class Op:
     ) -> None:
         self.problem = problem
         self.lse: Any = None
-        self.target, chosen = choose_target(operands.q, context)
+        self.target, self._chosen = choose_target(operands.q, context)
         self._operands = operands
         self._asked = Asked(
             lengths, held_blocks, is_part, validate, context.num_threads, context.stream, context.pool, is_single
         )
         self._runner: Runner = RUNNERS[self.target](problem, operands, self._asked)
-        self.reason = f"{chosen}; {self._runner.reason}"
         self.out: Any = None
         if return_lse:
             self.lse = self._runner.allocate(operands.q, (problem.num_tokens, problem.head_num), "float32")
-        self._bind()
+        if operands.out is not None:
+            self._bind()
+
+    @property
+    def reason(self) -> str:
+        """Why this target, and what its kernels are made for."""
+        return f"{self._chosen}; {self._runner.reason}"
 
     @property
     def part_shift(self) -> NDArray[np.float32] | None:
@@ -104,7 +109,8 @@ class Op:
 
     def _bind(self) -> None:
         o = self._operands
-        self.out = o.out.owner if o.out is not None else None
+        assert o.out is not None
+        self.out = o.out.owner
         self._runner.bind(self.problem, o, self.lse)
 
     def rebind(

@@ -10,7 +10,7 @@ import math
 import operator
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -90,8 +90,7 @@ class Problem:
 _problem = lru_cache(maxsize=256)(Problem)
 
 
-@dataclass(frozen=True, slots=True)
-class Operands:
+class Operands(NamedTuple):
     """The arrays of a Problem, brought to one number of axes by their strides alone."""
 
     q: Tensor  # [num_tokens, head_num, head_size]

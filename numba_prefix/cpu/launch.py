@@ -242,7 +242,9 @@ def run(
     layout = plan.layout
     if layout.total_bytes == 0:
         return
-    num_workers = capped(layout.num_workers if num_threads is None else min(num_threads, layout.num_workers))
+    num_workers = layout.num_workers if num_threads is None else min(num_threads, layout.num_workers)
+    if num_workers > 1:
+        num_workers = capped(num_workers)
     base = tiling.round_up(workspace_address, ALIGNMENT)
     ctypes.memset(base, 0, layout.partials)  # the counters
     call = bound.copy()
