@@ -12,12 +12,13 @@ import numpy as np
 
 from numba_prefix.cpu import call as c
 from numba_prefix.cpu import isa
-from numba_prefix.cpu.call import BLOCK_N, STRIP
+from numba_prefix.cpu.call import BLOCK_N, PAIR_DIMS, STRIP
 from numba_prefix.cpu.jit import kernel
 from numba_prefix.cpu.memory import load_f32, splat_f32, store_f32
-from numba_prefix.cpu.pairs import STEP_N
+from numba_prefix.cpu.pairs import STEP_N, STEPS, alphas_of
 from numba_prefix.cpu.paths import layout_of, steps_of
 from numba_prefix.cpu.vector import COLUMN_ROW, FLOAT, MR, NV, output_product, score_product
+from numba_prefix.tiling import ceil_div
 
 ROWS = 16 * NV
 ZERO = np.float32(0.0)
@@ -78,24 +79,27 @@ def products(flops: float, path: str, dtype: str, head_size: int, num_threads: i
 
 @functools.cache
 def _pair_kernel(path: str) -> Any:
-    steps = steps_of(path)
-    score_step, output_step, enter, leave = steps.score_step, steps.output_step, steps.enter, steps.leave
+    _, _, step, enter, leave = steps_of(path)
 
     def products(call: Any, scratch: Any, count: Any) -> None:
         """`count` times the score and output products of one strip with BLOCK_N keys."""
-        acc, alpha = scratch + call[c.ACC], scratch + call[c.ALPHA]
+        weighing, dims = scratch + call[c.WEIGHING], ceil_div(call[c.HEAD_SIZE], PAIR_DIMS)
         enter()
         for _ in range(count):
-            for key in range(0, BLOCK_N, STEP_N):
-                score_step(call, scratch + call[c.Q_T], key, STRIP, scratch + call[c.S], scratch)
-            output_step(call, scratch + call[c.P], BLOCK_N, 0, call[c.HEAD_SIZE], STRIP, acc, alpha, scratch)
+            for i in range(STEPS):
+                key = i * STEP_N
+                keys, s = scratch + call[c.K_ROWS] + key * call[c.K_PITCH], scratch + call[c.S] + key * COLUMN_ROW
+                scoring = keys, scratch + call[c.Q_T], STRIP, s
+                share = dims * i // STEPS * PAIR_DIMS, min(dims * (i + 1) // STEPS * PAIR_DIMS, call[c.HEAD_SIZE])
+                acc, alphas = scratch + call[c.ACC], alphas_of(0, weighing)
+                step(call, scoring, weighing, (0, scratch + call[c.P], BLOCK_N, *share, STRIP, acc, alphas), scratch)
         leave()
 
     return kernel(products)
 
 
 def _pair_products(flops: float, path: str, dtype: str, head_size: int, num_threads: int) -> Callable[[], Any]:
-    """All zeros: bfloat16 products take the same time whatever the values."""
+    """All zeros, no weights to compute: bfloat16 products take the same time whatever the values."""
     offsets, size = layout_of(path, dtype, head_size, 16 * STRIP)
     call = np.zeros(c.CALL_LENGTH, np.int64)
     for place, value in {**offsets, c.HEAD_SIZE: head_size}.items():

@@ -9,6 +9,7 @@ import json
 import os
 import platform
 import re
+import runpy
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -24,7 +25,7 @@ from processes import ROOT, TESTS, environment, run_script
 
 import numba_prefix as nbp
 from numba_prefix.cpu import features, heights, isa, launch
-from numba_prefix.problem import FLOAT_DTYPES
+from numba_prefix.problem import FLOAT_DTYPES, Problem
 
 X86 = pytest.mark.skipif(platform.machine().lower() not in ("x86_64", "amd64"), reason="x86 CPUs")
 NOT_A_CHILD = pytest.mark.skipif("NUMBA_CPU_NAME" in os.environ, reason="such a process is one of these tests")
@@ -184,6 +185,28 @@ class TestChoice:
         finally:
             features.features.cache_clear()
 
+    @pytest.mark.parametrize(
+        ("q_len", "kv_len", "num_threads", "expected"),
+        [
+            ((4096,), (38000,), 1, (512,)),
+            ((4096,), (40000,), 1, (256,)),  # Ctrl-C would wait
+            ((4096,), (100000,), 1, (128,)),
+            ((4096, 4096, 100), (40000, 4096, 1024), 1, (256, 512, 128)),
+            ((4096,), (38000,), 16, (256,)),  # too few tiles for so many threads
+            ((4096,), (38000,), 100, (128,)),
+            ((1900, 4096), (2048, 4096), 1, (128, 512)),  # the first one's keys are split
+            ((1900, 4096), (2047, 4096), 1, (512, 512)),
+        ],
+    )
+    def test_heights(
+        self, q_len: tuple[int, ...], kv_len: tuple[int, ...], num_threads: int, expected: tuple[int, ...]
+    ) -> None:
+        problem = Problem("bfloat16", sum(q_len), len(q_len), 8, 8, 128, 9, 128, 999, nbp.MaskType.CAUSAL_MASK, "none",
+                          None, 0, False, 1.0)  # fmt: skip
+        lengths = np.array(q_len), np.array(kv_len)
+        assert tuple(heights.tile_rows("amx", problem, *lengths, num_threads)) == expected
+        assert heights.tile_rows("vector", problem, *lengths, num_threads).max() <= 256
+
     def test_scales_that_make_scores_of_tiny_products(self) -> None:
         """Whatever the path: 2**-132 times 2**127."""
         case = make_case((33,), (64,), dtype="bfloat16", query=2.0**-66, qk_scale=2.0**127,
@@ -263,6 +286,19 @@ class TestResults:
         case = make_case((33,), (90,), head_size=32, dtype=dtype, value=lambda b, j, h, c: value[c] + 0 * (j + h))
         out = to_numpy(run(case, "cpu")).astype(np.float64)
         np.testing.assert_allclose(out[:, 0], np.broadcast_to(to_numpy(case.values[0])[0, 0], (33, 32)), rtol=2.0**-7)
+
+    def test_nothing_is_read_beside_an_array(self, dtype: str) -> None:
+        """Every array and the workspace beside pages without access."""
+        script = runpy.run_path(str(TESTS / "scripts" / "guard_pages.py"))
+        for head_size in (1, 17, 40, 64):
+            options: dict[str, Any] = {"head_num": 2, "kv_head_num": 1, "head_size": head_size, "dtype": dtype}
+            case = make_case((7, 40, 18), (15, 150, 60), block_size=5, spare=0, tail=0, **options)
+            script["check"](with_mask(case, "alibi-template"), "cpu")
+
+    def test_products_alone(self, dtype: str) -> None:
+        """What bench compares a path with."""
+        bench = pytest.importorskip("bench.ceiling")
+        bench.products(1e6, launch._ready_path(dtype), dtype, 48, 1)()
 
     def test_batch_and_alone(self, dtype: str) -> None:
         case = make_case(*self.LENGTHS, head_num=2, kv_head_num=1, head_size=32, dtype=dtype)

@@ -25,7 +25,7 @@ def pack_values(call: Any, is_clean: Any, rows: Any, num_keys: Any, scratch: Any
     for j in range(ceil_div(num_keys, 2)):
         target = scratch + call[c.V_ROWS] + j * call[c.V_PITCH]
         first, second = load1_i64(rows + 16 * j), load1_i64(rows + 16 * j + 8)
-        if join_rows(call, is_clean, first, second, target, 0, scratch + call[c.ROWS]):
+        if join_rows(call, is_clean, first, second, target, scratch + call[c.ROWS]):
             is_special = True
     return is_special
 

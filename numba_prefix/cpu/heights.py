@@ -13,7 +13,7 @@ from numba_prefix.problem import Problem
 # With twice the rows, keys and values are widened half as often: 1.02 times with head size 64, 1.01 with 128 (AVX2, 2,048
 # causal tokens, one thread and two; 384 and 512 rows: 1.00 and 1.01). Larger heads would not leave L2 caches of 512 KB enough.
 # On tiles of AMX, packing keys and values takes a fifth of the time of 128 rows' products, by count of instructions.
-HEIGHTS = {isa.VECTOR: (256,), isa.AVX512_BF16: (256,), isa.AMX: (512, 256)}
+HEIGHTS: dict[str, tuple[int, ...]] = {isa.VECTOR: (256,), isa.AVX512_BF16: (256,), isa.AMX: (256, 512)}
 MAX_HEAD_SIZE = 128
 # With fewer tiles, threads would wait for the last one longer than tall ones save.
 TILES_PER_THREAD = {isa.VECTOR: 32, isa.AVX512_BF16: 32, isa.AMX: 8}
@@ -35,9 +35,12 @@ def tile_rows(
     if problem.head_size > MAX_HEAD_SIZE or problem.num_tokens * problem.head_num < BLOCK_M * least:
         return low
     is_never_split = (rows > BLOCK_M * (tiling.MIN_HEAD_ITEMS - 1)) | (kv_len < 2 * tiling.MIN_SPLIT_KEYS)
+    tallest = low
     for height in HEIGHTS[path]:
         is_short = 4.0 * height * problem.head_size * kv_len <= FLOPS_PER_VISIT * SPEEDS[path]
-        tall = np.where(is_never_split & is_short & (rows > BLOCK_M), height, BLOCK_M)
+        tallest = np.where(is_never_split & is_short & (rows > BLOCK_M), height, tallest)
+    for height in reversed(HEIGHTS[path]):
+        tall = np.minimum(tallest, height)
         if int(np.sum(-(-rows // tall))) * problem.kv_head_num >= least:
             return tall
     return low

@@ -249,7 +249,7 @@ def polynomial(builder: ir.IRBuilder, x: ir.Value, coefficients: tuple[float, ..
 EXP2_COEFFICIENTS = (0.00015353720, 0.0013398877, 0.0096184378, 0.055503324, 0.24022648, 0.69314718, 1.0)
 
 # Adding 1.5 * 2**23 + 127 leaves the nearest integer, biased like an exponent, in the low mantissa bits. Up to 1 there the
-# result is 0: below it would be subnormal.
+# result is 0: below it could be subnormal.
 EXP2_MAGIC = 12582912.0 + 127.0
 EXP2_LEAST = 12582912.0 + 1.0
 

@@ -104,43 +104,28 @@ def pack_query(call: Any, row: Any, target: Any) -> Any:
 
 
 @inline
-def join_rows_of(
-    dtype: Any,
-    parts: Any,
-    is_clean: Any,
-    first: Any,
-    second: Any,
-    size: Any,
-    target: Any,
-    to_low: Any,
-    spare: Any,
-) -> Any:
+def join_rows_of(is_clean: Any, first: Any, second: Any, size: Any, target: Any, spare: Any) -> Any:
     whole = size // 16 * 16
     special = splat_f32(ZERO) != ZERO
     for i in range(0, round_up(size, 16), 16):
         if i < whole:
-            a, b = load_lanes(dtype, first + BFLOAT * i), load_lanes(dtype, second + BFLOAT * i)
+            a, b = load_lanes(c.BFLOAT16, first + BFLOAT * i), load_lanes(c.BFLOAT16, second + BFLOAT * i)
         else:
-            a = load_tail(dtype, first + BFLOAT * i, size - i, spare)
-            b = load_tail(dtype, second + BFLOAT * i, size - i, spare)
+            a = load_tail(c.BFLOAT16, first + BFLOAT * i, size - i, spare)
+            b = load_tail(c.BFLOAT16, second + BFLOAT * i, size - i, spare)
         if is_clean:
             a, b = where(is_not_finite(a), ZERO, a), where(is_not_finite(b), ZERO, b)
         else:
             special = special | is_not_finite(a) | is_not_finite(b)
         store_i32(target + 4 * i, join_pairs(high_bits(a), high_bits(b)))
-        if parts == 2:
-            store_i32(target + to_low + 4 * i, join_pairs(high_bits(low_part(a)), high_bits(low_part(b))))
     return any_lane(special)
 
 
 @part
-def join_rows(call: Any, is_clean: Any, first: Any, second: Any, target: Any, to_low: Any, spare: Any) -> Any:
-    """Two value rows as one of pairs, its low part to_low bytes on; whether they hold infinities or NaN, which become 0 if
-    is_clean."""
-    a = first, second, call[c.HEAD_SIZE], target, to_low, spare
-    if call[c.PARTS] == 2:
-        return join_rows_of(c.FLOAT16, 2, True, *a) if is_clean else join_rows_of(c.FLOAT16, 2, False, *a)
-    return join_rows_of(c.BFLOAT16, 1, True, *a) if is_clean else join_rows_of(c.BFLOAT16, 1, False, *a)
+def join_rows(call: Any, is_clean: Any, first: Any, second: Any, target: Any, spare: Any) -> Any:
+    """Two bfloat16 value rows as one of pairs; whether they hold infinities or NaN, which become 0 if is_clean."""
+    a = first, second, call[c.HEAD_SIZE], target, spare
+    return join_rows_of(True, *a) if is_clean else join_rows_of(False, *a)
 
 
 @inline

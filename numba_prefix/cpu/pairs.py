@@ -60,7 +60,7 @@ from numba_prefix.vocabulary import where
 ZERO = np.float32(0.0)
 ONE = np.float32(1.0)
 NEG_INF = np.float32(-np.inf)
-STEP_N = 32  # keys of a turn: a tile of pairs
+STEP_N = 32  # keys of a step: a tile of pairs
 STEPS = BLOCK_N // STEP_N
 UNIT_N = 8  # keys whose weights are computed between products of tiles
 UNITS = STEP_N // UNIT_N
@@ -263,7 +263,7 @@ def make_attend(pack_values: Any, scale_acc: Any, step: Any) -> Any:
 
     pack_values  V_ROWS from a list of rows, of which there are a multiple of STEP_N
     scale_acc    (call, acc, alpha): a column's accumulators times alpha, unless step does that
-    step         (call, scoring, weighing, adding, scratch): a share of three strips' work, of which any may have none
+    step         (call, scoring, weighing, adding, scratch): a share of three meetings' work, of which any may have none
 
         scoring   (keys, q_t, width, s): the products of STEP_N keys with `width` columns; none if width is 0
         weighing  the record above: NUM_UNITS units (weigh_unit)
@@ -333,8 +333,8 @@ def make_attend(pack_values: Any, scale_acc: Any, step: Any) -> Any:
                     s, column, pos = s_old + v * COLUMN_S, weighed + v, kv_pos + weigh_key
                     if special_scores:
                         careful_scores(call, keys + 8 * weigh_key, column, s, to_weigh, scratch)
-                    place = column, v, s, alphas_of(turn, weighing)
-                    if begin_weights(call, factors, *place, is_edge, pos, to_weigh, weighing, scratch):
+                    own = column, v, s, alphas_of(turn, weighing)
+                    if begin_weights(call, factors, *own, is_edge, pos, to_weigh, weighing, scratch):
                         is_grown = True
             key_rows = scratch + call[c.K_ROWS] + score_key * call[c.K_PITCH]
             q_t = scratch + call[c.Q_T] + scored * column_q(call)

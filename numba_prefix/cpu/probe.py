@@ -16,7 +16,7 @@ from numba_prefix.masks import MaskType
 from numba_prefix.problem import Operands, Problem
 
 HEAD_SIZE, BLOCK_SIZE = 48, 16
-Q_LEN, KV_LEN = 37, 165  # two strips and two blocks of keys, none of them full
+Q_LEN, KV_LEN = 37, 165  # two strips that meet keys twice, none of them full
 # In units of the largest output: the formats' rounding is 2e-3 and 2e-4, anything left out or put elsewhere is 1.
 TOLERANCE = {"bfloat16": 0.02, "float16": 0.002}
 
