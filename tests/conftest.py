@@ -6,6 +6,7 @@ import importlib.util
 import os
 import shutil
 import signal
+import sys
 import tempfile
 from collections.abc import Iterator
 from typing import Any
@@ -38,6 +39,21 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
 _own_cache = None
 if "NUMBA_CACHE_DIR" not in os.environ:
     _own_cache = os.environ["NUMBA_CACHE_DIR"] = tempfile.mkdtemp(prefix="numba_prefix_tests_")
+
+
+MANY_TESTS = 20
+
+
+def pytest_collection_finish(session: pytest.Session) -> None:
+    """The kernels of a file that takes minutes to compile them are begun with, if much of it is run."""
+    items = [item for item in session.items if item.path.name == "test_cuda_kernels.py"]
+    if len(items) > MANY_TESTS and not session.config.option.collectonly:
+        items[0].module.build_ahead()  # type: ignore[attr-defined]
+
+
+def pytest_sessionfinish() -> None:
+    if "cuda_target" in sys.modules:
+        sys.modules["cuda_target"].forget_ahead()
 
 
 def pytest_unconfigure(config: Any) -> None:

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import functools
 import multiprocessing
+import os
 from collections.abc import Callable, Iterable, Iterator
-from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures import Future, ProcessPoolExecutor
 from contextlib import contextmanager
 from typing import Any
 
@@ -30,6 +31,7 @@ Kernel = tuple[KernelSpec, tuple[int, int]]
 
 # This session's, by kind and compute capability; a kernel's PTX stands where its cubin would.
 kernels: dict[Kernel, compiler.Compiled] = {}
+_ahead: dict[KernelSpec, Future[dict[Kernel, compiler.Compiled]]] = {}
 _lto_ir = functools.cache(compiler._lto_ir)  # which keeps four; tests come back to one for another compute capability
 
 
@@ -50,6 +52,9 @@ def is_measured(spec: KernelSpec) -> bool:
 
 
 def compiled(spec: KernelSpec, cc: tuple[int, int]) -> compiler.Compiled:
+    ahead = _ahead.pop(spec, None)
+    if ahead is not None and not ahead.cancel():
+        kernels.update(ahead.result())
     if (spec, cc) not in kernels:
         source, code = _lto_ir(spec)
         ptx = compiler._link(code, cc, "ptx")[0].rstrip(b"\0")
@@ -65,15 +70,25 @@ def _compiled_for(spec: KernelSpec, ccs: list[tuple[int, int]]) -> dict[Kernel, 
     return {(spec, cc): compiled(spec, cc) for cc in ccs}
 
 
-def prebuild(wanted: Iterable[Kernel]) -> None:
-    """Compiles many kernels in two processes: most of the time is Numba's, which uses one thread."""
+def build_ahead(wanted: Iterable[Kernel]) -> None:
+    """Compiles many kernels beside the tests, on CPU time that nothing else wants: tests mostly take one thread."""
     ccs_of: dict[KernelSpec, list[tuple[int, int]]] = {}
     for spec, cc in dict.fromkeys(wanted):
-        if (spec, cc) not in kernels:
-            ccs_of.setdefault(spec, []).append(cc)
-    with ProcessPoolExecutor(2, multiprocessing.get_context("spawn")) as pool:
-        for made in pool.map(_compiled_for, ccs_of, ccs_of.values()):
-            kernels.update(made)
+        ccs_of.setdefault(spec, []).append(cc)
+    pool = ProcessPoolExecutor(1, multiprocessing.get_context("spawn"), initializer=_give_way)
+    _ahead.update({spec: pool.submit(_compiled_for, spec, ccs) for spec, ccs in ccs_of.items()})
+    pool.shutdown(wait=False)
+
+
+def _give_way() -> None:
+    if hasattr(os, "nice"):
+        os.nice(19)
+
+
+def forget_ahead() -> None:
+    """Nobody waits for what is not begun."""
+    for future in _ahead.values():
+        future.cancel()
 
 
 @functools.lru_cache(maxsize=8)

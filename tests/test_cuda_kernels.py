@@ -41,18 +41,15 @@ SIZES = [
 FMA_SIZES = [("float32", 80), ("bfloat16", 128), ("float32", 256)]
 HEAD_SIZES = [((8, 0), *size) for size in SIZES] + [((9, 0), *size) for size in SIZES[1::2]]
 HEAD_SIZES += [((12, 0), *size) for size in SIZES[::2]] + [((7, 5), *size) for size in FMA_SIZES]
-MANY_TESTS = 20
 
 
-@pytest.fixture(scope="module", autouse=True)
-def kernels(request: pytest.FixtureRequest) -> None:
-    """All that this file needs, if much of it is run."""
-    if sum(item.path == request.path for item in request.session.items) > MANY_TESTS:
-        cases = [("float16", 32, form, cc, "float32") for cc, form in KINDS]
-        cases += [(dtype, 32, form, (8, 0), dtype) for dtype, form in SOME_KINDS]
-        cases += [(dtype, size, "causal", cc, "") for cc, dtype, size in HEAD_SIZES]
-        cases += [("float16", 128, form, (9, 0), "float32") for form in ("alibi-template", "alibi-heads")]
-        cuda_target.prebuild((cuda_target.spec_of(*case), case[3]) for case in cases)
+def build_ahead() -> None:
+    """All that this file needs, from the beginning of a session that runs much of it (conftest.py)."""
+    cases = [("float16", 32, form, cc, "float32") for cc, form in KINDS]
+    cases += [(dtype, 32, form, (8, 0), dtype) for dtype, form in SOME_KINDS]
+    cases += [(dtype, size, "causal", cc, "") for cc, dtype, size in HEAD_SIZES]
+    cases += [("float16", 128, form, (9, 0), "float32") for form in ("alibi-template", "alibi-heads")]
+    cuda_target.build_ahead((cuda_target.spec_of(*case), case[3]) for case in cases)
 
 
 def ragged(dtype: str, **sizes: Any) -> Case:
