@@ -50,14 +50,14 @@ def flushed(x: Any) -> Any:
 def tile_dot(c: Any, a: Any, b: Any) -> None:
     for row in range(16):
         at = BASE + TILE * c + 64 * row
-        total = load_f32(at)
+        firsts, seconds = splat_f32(ZERO), splat_f32(ZERO)
         for k in range(16):
             pair = splat_i32(np.int64(load1_i32(BASE + TILE * a + 64 * row + 4 * k)))
             pairs = load_i32(BASE + TILE * b + 64 * k)
             first, second = flushed(bfloats.first_of_pairs(pair)), flushed(bfloats.second_of_pairs(pair))
-            total = flushed(fma(first, flushed(bfloats.first_of_pairs(pairs)), total))
-            total = flushed(fma(second, flushed(bfloats.second_of_pairs(pairs)), total))
-        store_f32(at, total)
+            firsts = flushed(fma(first, flushed(bfloats.first_of_pairs(pairs)), firsts))
+            seconds = flushed(fma(second, flushed(bfloats.second_of_pairs(pairs)), seconds))
+        store_f32(at, flushed(flushed(load_f32(at)) + flushed(firsts + seconds)))
 
 
 @inline
