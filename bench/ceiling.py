@@ -12,12 +12,12 @@ import numpy as np
 
 from numba_prefix.cpu import call as c
 from numba_prefix.cpu import isa
-from numba_prefix.cpu.call import BLOCK_N, PAIR_DIMS, STRIP
+from numba_prefix.cpu.call import BLOCK_N, PAIR_DIMS, STEP_N, STEPS, STRIP
 from numba_prefix.cpu.jit import kernel
 from numba_prefix.cpu.memory import load_f32, splat_f32, store_f32
-from numba_prefix.cpu.pairs import STEP_N, STEPS, alphas_of
 from numba_prefix.cpu.paths import layout_of, steps_of
 from numba_prefix.cpu.vector import COLUMN_ROW, FLOAT, MR, NV, output_product, score_product
+from numba_prefix.cpu.weights import alphas_of
 from numba_prefix.tiling import ceil_div
 
 ROWS = 16 * NV

@@ -9,25 +9,14 @@ from typing import Any
 
 from numba_prefix.cpu import call as c
 from numba_prefix.cpu.bfloats import holds_special, transpose_chunk
-from numba_prefix.cpu.call import BFLOAT, PAIR_DIMS
+from numba_prefix.cpu.call import BFLOAT, COLUMN_P, COLUMN_S, PAIR_DIMS, STEP_N
 from numba_prefix.cpu.jit import inline, part
 from numba_prefix.cpu.memory import load1_i64, load_f32, splat_i32, store1_i64, store_f32
 from numba_prefix.cpu.packs import pack_rows
-from numba_prefix.cpu.pairs import (
-    COLUMN_P,
-    COLUMN_S,
-    CREDIT,
-    GROUPS,
-    NUM_UNITS,
-    STEP_N,
-    UNIT,
-    column_acc,
-    column_q,
-    part_bytes,
-    weigh_unit,
-)
+from numba_prefix.cpu.pairs import column_acc, column_q, part_bytes
 from numba_prefix.cpu.tiles import tile_dot, tile_load, tile_store, tile_zero
 from numba_prefix.cpu.vector import COLUMN_ROW
+from numba_prefix.cpu.weights import CREDIT, GROUPS, NUM_UNITS, UNIT, weigh_unit
 from numba_prefix.tiling import ceil_div, round_up
 
 TILE = 16 * COLUMN_ROW  # bytes

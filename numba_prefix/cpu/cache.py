@@ -34,7 +34,7 @@ _SOURCES = (
         "cpu.jit",
     ),
     *("cpu.kernel", "cpu.lanes", "cpu.launch", "cpu.memory", "cpu.packs", "cpu.pairs", "cpu.paths", "cpu.rows"),
-    *("cpu.scores", "cpu.state", "cpu.strips", "cpu.tiles", "cpu.vector"),
+    *("cpu.scores", "cpu.state", "cpu.strips", "cpu.tiles", "cpu.vector", "cpu.weights"),
 )
 
 

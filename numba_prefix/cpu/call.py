@@ -14,6 +14,10 @@ BLOCK_N = 128
 STRIP = 2
 PAIR_DIMS = 32
 BFLOAT = 2  # bytes
+STEP_N = 32  # keys of a step (pairs.make_attend): a tile of pairs
+STEPS = BLOCK_N // STEP_N
+COLUMN_S = BLOCK_N * COLUMN_ROW  # bytes of a column of scores, and of weights
+COLUMN_P = BLOCK_N // 2 * COLUMN_ROW
 # Keys that are packed at once there; a strip meets them BLOCK_N at a time while its queries and accumulators stay in L1.
 PACK_N = 512
 

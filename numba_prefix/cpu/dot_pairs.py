@@ -6,12 +6,13 @@ from typing import Any
 
 from numba_prefix.cpu import call as c
 from numba_prefix.cpu.bfloats import dot_pairs
-from numba_prefix.cpu.call import PAIR_DIMS, STRIP
+from numba_prefix.cpu.call import COLUMN_P, COLUMN_S, PAIR_DIMS, STEP_N, STRIP
 from numba_prefix.cpu.jit import part
 from numba_prefix.cpu.memory import load1_i64
 from numba_prefix.cpu.packs import join_rows
-from numba_prefix.cpu.pairs import COLUMN_P, COLUMN_S, NUM_UNITS, STEP_N, column_acc, column_q, weigh_unit
+from numba_prefix.cpu.pairs import column_acc, column_q
 from numba_prefix.cpu.vector import COLUMN_ROW, FLOAT, MR, finish_output, finish_scores, make_product
+from numba_prefix.cpu.weights import NUM_UNITS, weigh_unit
 from numba_prefix.tiling import ceil_div, round_up
 
 score_product, score_product_1 = (make_product(columns, finish_scores, dot_pairs) for columns in (STRIP, 1))

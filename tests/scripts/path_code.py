@@ -13,7 +13,7 @@ from numba import types
 
 from numba_prefix.cpu import call as c
 from numba_prefix.cpu import pairs
-from numba_prefix.cpu.call import BLOCK_N
+from numba_prefix.cpu.call import BLOCK_N, STEP_N
 from numba_prefix.cpu.jit import kernel
 from numba_prefix.cpu.paths import steps_of
 
@@ -32,7 +32,7 @@ def own_part(path: str) -> tuple[Any, tuple[Any, ...]]:
         pack_values(call, False, rows, BLOCK_N, scratch)
         scale_acc(call, acc, alpha)
         weighing = scratch + call[c.WEIGHING]
-        for key in range(0, BLOCK_N, pairs.STEP_N):
+        for key in range(0, BLOCK_N, STEP_N):
             scoring = (keys, scratch + call[c.Q_T], width, s)
             adding = (key, p, BLOCK_N, 0, call[c.HEAD_SIZE], width, acc, alpha)
             step(call, scoring, weighing, adding, scratch)
