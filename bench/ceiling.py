@@ -9,6 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import numpy as np
+from numba.core.caching import NullCache
 
 from numba_prefix.cpu import call as c
 from numba_prefix.cpu import isa
@@ -57,7 +58,15 @@ def _read(address: Any, num_bytes: Any, to: Any) -> None:
     store_f32(to, totals[0] + totals[1] + totals[2] + totals[3])
 
 
-_compiled = functools.cache(kernel)
+def _not_kept(function: Callable[..., Any]) -> Any:
+    """A kernel that is compiled in each process: files of the cache are told apart by a kernel's name and the package's sources,
+    not by this file's or by what a function closes over."""
+    compiled = kernel(function)
+    compiled._cache = NullCache()
+    return compiled
+
+
+_compiled = functools.cache(_not_kept)
 
 
 def products(flops: float, path: str, dtype: str, head_size: int, num_threads: int) -> Callable[[], Any]:
@@ -95,7 +104,7 @@ def _pair_kernel(path: str) -> Any:
                 step(call, scoring, weighing, (0, scratch + call[c.P], BLOCK_N, *share, STRIP, acc, alphas), scratch)
         leave()
 
-    return kernel(products)
+    return _not_kept(products)
 
 
 def _pair_products(flops: float, path: str, dtype: str, head_size: int, num_threads: int) -> Callable[[], Any]:
