@@ -13,13 +13,13 @@ from numba.core.caching import NullCache
 
 from numba_prefix.cpu import call as c
 from numba_prefix.cpu import isa
-from numba_prefix.cpu.call import BLOCK_N, PAIR_DIMS, STEP_N, STEPS, STRIP
+from numba_prefix.cpu.call import BLOCK_N, STEP_N, STEPS, STRIP
 from numba_prefix.cpu.jit import kernel
 from numba_prefix.cpu.memory import load_f32, splat_f32, store_f32
+from numba_prefix.cpu.pairs import dims_of_step
 from numba_prefix.cpu.paths import layout_of, steps_of
 from numba_prefix.cpu.vector import COLUMN_ROW, FLOAT, MR, NV, output_product, score_product
 from numba_prefix.cpu.weights import alphas_of
-from numba_prefix.tiling import ceil_div
 
 ROWS = 16 * NV
 ZERO = np.float32(0.0)
@@ -92,16 +92,21 @@ def _pair_kernel(path: str) -> Any:
 
     def products(call: Any, scratch: Any, count: Any) -> None:
         """`count` times the score and output products of one strip with BLOCK_N keys."""
-        weighing, dims = scratch + call[c.WEIGHING], ceil_div(call[c.HEAD_SIZE], PAIR_DIMS)
+        weighing = scratch + call[c.WEIGHING]
         enter()
         for _ in range(count):
             for i in range(STEPS):
                 key = i * STEP_N
                 keys, s = scratch + call[c.K_ROWS] + key * call[c.K_PITCH], scratch + call[c.S] + key * COLUMN_ROW
                 scoring = keys, scratch + call[c.Q_T], STRIP, s
-                share = dims * i // STEPS * PAIR_DIMS, min(dims * (i + 1) // STEPS * PAIR_DIMS, call[c.HEAD_SIZE])
                 acc, alphas = scratch + call[c.ACC], alphas_of(0, weighing)
-                step(call, scoring, weighing, (0, scratch + call[c.P], BLOCK_N, *share, STRIP, acc, alphas), scratch)
+                step(
+                    call,
+                    scoring,
+                    weighing,
+                    (0, scratch + call[c.P], BLOCK_N, *dims_of_step(call, i), STRIP, acc, alphas),
+                    scratch,
+                )
         leave()
 
     return _not_kept(products)

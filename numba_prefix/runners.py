@@ -76,7 +76,8 @@ class CpuRunner(_HostRunner):
         """The kernel's arguments, ready for any number of runs; arrays of which dense copies have to be made at every run are
         bound then."""
         call, out = None, operands.out
-        if out is not None and are_dense(operands):
+        assert out is not None
+        if are_dense(operands):
             call = self._cpu.bind(self._plan, operands, out, _address(lse))
         self._bound = operands, lse, call
 
@@ -163,7 +164,8 @@ class CudaRunner:
 
     def bind(self, problem: Problem, operands: Operands, lse: Any) -> None:
         call, out = None, operands.out
-        if out is not None and are_dense(operands):
+        assert out is not None
+        if are_dense(operands):
             call = self._bind(problem, operands, out, lse, self._stream(None, operands.q), (operands, lse))
         self._bound = problem, operands, lse, call
 

@@ -122,6 +122,11 @@ def num_splits_of_tile(m_blocks: Any, n_end: Any) -> Any:
     return max(1, min(wanted, n_end // MIN_SPLIT_KEYS))
 
 
+def is_never_split(rows: Any, kv_len: Any, split_m: Any) -> Any:
+    """Whether num_splits_of_tile is 1 for all tiles of a sequence, however tall they are. Arrays, or one sequence's."""
+    return (rows > split_m * (MIN_HEAD_ITEMS - 1)) | (kv_len < 2 * MIN_SPLIT_KEYS)
+
+
 def split_begin(n_end: Any, num_splits: Any, split_idx: Any, block_n: Any) -> Any:
     """First key of a split; splits are whole key blocks, and split num_splits begins at n_end."""
     num_blocks = ceil_div(n_end, block_n)

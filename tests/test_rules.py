@@ -170,6 +170,7 @@ def test_work_list_covers_every_pair_once(
         costs.append(tiling.cost_bucket(rows, n_end - n_begin))
         assert 0 <= split_idx < num_splits
         if num_splits > 1:
+            assert not tiling.is_never_split(lengths[b][0] * group_size, lengths[b][1], block_m)
             assert split_tile < split_tiles
             end = offset + num_splits * kv_heads * tiling.partial_floats(rows, head_size)
             assert end <= partial_f32 * kv_heads

@@ -141,7 +141,7 @@ def pairs_layout(head_size: int, tile_rows: int, parts: int, is_by_dim: bool) ->
         V_ROWS: parts * pitches[V_PART] if is_by_dim else PACK_N // 2 * pitches[V_PITCH],
         S: 2 * STRIP * BLOCK_N * COLUMN_ROW,
         P: 2 * parts * pitches[P_PART],
-        ROWS: 32 * pitches[K_PITCH],
+        ROWS: STEP_N * pitches[K_PITCH],
         KEY_LIST: 2 * PACK_N * 8,
         VALUE_LIST: 2 * PACK_N * 8,
         ZERO_ROW: depth * BFLOAT + 64,

@@ -34,11 +34,11 @@ def tile_rows(
     low = np.full(len(rows), BLOCK_M, np.int64)
     if problem.head_size > MAX_HEAD_SIZE or problem.num_tokens * problem.head_num < BLOCK_M * least:
         return low
-    is_never_split = (rows > BLOCK_M * (tiling.MIN_HEAD_ITEMS - 1)) | (kv_len < 2 * tiling.MIN_SPLIT_KEYS)
+    may_be_tall = tiling.is_never_split(rows, kv_len, BLOCK_M) & (rows > BLOCK_M)
     tallest = low
     for height in HEIGHTS[path]:
         is_short = 4.0 * height * problem.head_size * kv_len <= FLOPS_PER_VISIT * SPEEDS[path]
-        tallest = np.where(is_never_split & is_short & (rows > BLOCK_M), height, tallest)
+        tallest = np.where(may_be_tall & is_short, height, tallest)
     for height in reversed(HEIGHTS[path]):
         tall = np.minimum(tallest, height)
         if int(np.sum(-(-rows // tall))) * problem.kv_head_num >= least:

@@ -167,6 +167,13 @@ def keys_of_strip(call: Any, strip: Any, columns: Any, kv_pos: Any, num_keys: An
     return max(0, min(num_keys, last_of_lane(call, end * 16 - 1, scratch) + 1 - kv_pos))
 
 
+@inline
+def dims_of_step(call: Any, i: Any) -> Any:
+    """The first and one past the last of the dimensions that step i of STEPS adds to."""
+    dims = ceil_div(call[c.HEAD_SIZE], PAIR_DIMS)
+    return dims * i // STEPS * PAIR_DIMS, min(dims * (i + 1) // STEPS * PAIR_DIMS, round_up(call[c.HEAD_SIZE], 16))
+
+
 def make_attend(pack_values: Any, scale_acc: Any, step: Any) -> Any:
     """attend_keys of a path, of its micro-kernels:
 
@@ -201,7 +208,6 @@ def make_attend(pack_values: Any, scale_acc: Any, step: Any) -> Any:
         special_values = pack_values(call, False, values, num_keys, scratch)
         if special_values:
             pack_values(call, True, values, num_keys, scratch)
-        dims = ceil_div(call[c.HEAD_SIZE], PAIR_DIMS)
         row_bytes = call[c.HEAD_SIZE] * item_bytes(call[c.DTYPE])
         turns = ceil_div(columns, STRIP) * ceil_div(num_keys, BLOCK_N) + 2
         # A strip's first column, and which of the keys: what a turn scores, the next one weighs and the one after that adds.
@@ -258,8 +264,7 @@ def make_attend(pack_values: Any, scale_acc: Any, step: Any) -> Any:
                 store1_i64(weighing + NUM_UNITS, weigh_width * UNITS if j < to_weigh else 0)
                 store1_i64(weighing + S_AT, s_old + j * COLUMN_ROW)
                 store1_i64(weighing + P_AT, p_new + (j >> 1) * COLUMN_ROW)
-                first = dims * i // STEPS * PAIR_DIMS
-                end = min(dims * (i + 1) // STEPS * PAIR_DIMS, round_up(call[c.HEAD_SIZE], 16))
+                first, end = dims_of_step(call, i)
                 if to_add == 0:
                     end = first
                 adding = (add_key, p_old, to_add, first, end, add_width, acc, alphas)
