@@ -120,13 +120,22 @@ def _emit_scores(builder: ir.IRBuilder, args: Any, rows: int, dtype: str) -> Non
             for k in some_keys if some_rows[0] == 0 else ():
                 emit_prefetch(builder, builder.add(asked_for[k], at_k))
             sum_of = dict(zip(blocks, acc, strict=True))
-            for x in range(0, LANES, WIDTH):
-                q_at = {r: offset(builder.add(q_rows[r], at_q), 4 * x) for r in some_rows}
-                row = {r: _load_row(builder, "float32", at, WIDTH) for r, at in q_at.items()}
-                for k in some_keys:  # each loaded where it is used: together they would take too many registers
-                    key = _load_row(builder, dtype, offset(builder.add(sources[k], at_k), item * x), WIDTH)
-                    for r in some_rows:
-                        sum_of[k, r] = call(builder, "llvm.fmuladd", key, row[r], sum_of[k, r])
+            # One row's parts stay in registers while its keys come one after the other; with all first parts before all
+            # second ones, one sum of 8 went through the stack (Haswell). Several rows' parts serve all keys in turn.
+            at_x = range(0, LANES, WIDTH)
+            order = [(x, k) for x in at_x for k in some_keys]
+            if len(some_rows) == 1:
+                order.sort(key=lambda place: place[1])
+            row: dict[tuple[int, int], ir.Value] = {}
+            for x, k in order:
+                for r in some_rows:
+                    if (x, r) not in row:
+                        place = offset(builder.add(q_rows[r], at_q), 4 * x)
+                        row[x, r] = _load_row(builder, "float32", place, WIDTH)
+                # Each key loaded where it is used: together they would take too many registers.
+                key = _load_row(builder, dtype, offset(builder.add(sources[k], at_k), item * x), WIDTH)
+                for r in some_rows:
+                    sum_of[k, r] = call(builder, "llvm.fmuladd", key, row[x, r], sum_of[k, r])
             return list(sum_of.values())
 
         totals = _count_loop(builder, depth, [zero] * len(blocks), body)
