@@ -11,10 +11,10 @@ from pathlib import Path
 
 NEEDED = {
     "numba_prefix/py.typed",
-    "numba_prefix/data/sample.npz",
+    "numba_prefix/cli/data/sample.npz",
     "numba_prefix/__init__.py",
-    "numba_prefix/cpu/kernel.py",
-    "numba_prefix/include/numba_prefix.h",
+    "numba_prefix/cpu/kernel/work_loop.py",
+    "numba_prefix/capi/include/numba_prefix.h",
 }
 SOURCES = {"pyproject.toml", "README.md", "LICENSE", "tests/conftest.py", "bench/__init__.py"}
 INSTALLED = {"numba-prefix", "numba", "llvmlite", "numpy"}

@@ -24,7 +24,7 @@ import numba_prefix as nbp
 from bench import ceiling, contenders
 from bench.cases import CASES, EXTRA_CASES, Case, make_data
 from numba_prefix.cpu import isa
-from numba_prefix.reference import budget, naive
+from numba_prefix.reference.oracle import budget, naive
 
 COLD = """
 import time; start = time.perf_counter()

@@ -11,15 +11,15 @@ from typing import Any
 import numpy as np
 from numba.core.caching import NullCache
 
-from numba_prefix.cpu import call as c
 from numba_prefix.cpu import isa
-from numba_prefix.cpu.call import BLOCK_N, STEP_N, STEPS, STRIP
-from numba_prefix.cpu.jit import kernel
-from numba_prefix.cpu.memory import load_f32, splat_f32, store_f32
-from numba_prefix.cpu.pairs import dims_of_step
+from numba_prefix.cpu.compile.jit import kernel
+from numba_prefix.cpu.kernel import params as c
+from numba_prefix.cpu.kernel.params import BLOCK_N, STEP_N, STEPS, STRIP
+from numba_prefix.cpu.kernel.prefill_bf16 import dims_of_step
+from numba_prefix.cpu.kernel.prefill_bf16_softmax import alphas_of
+from numba_prefix.cpu.kernel.prefill_f32_gemm import COLUMN_ROW, FLOAT, MR, NV, output_product, score_product
 from numba_prefix.cpu.paths import layout_of, steps_of
-from numba_prefix.cpu.vector import COLUMN_ROW, FLOAT, MR, NV, output_product, score_product
-from numba_prefix.cpu.weights import alphas_of
+from numba_prefix.cpu.simd.memory import load_f32, splat_f32, store_f32
 
 ROWS = 16 * NV
 ZERO = np.float32(0.0)

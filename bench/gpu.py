@@ -21,7 +21,7 @@ import numpy as np
 
 import numba_prefix as nbp
 from bench.cases import CASES, EXTRA_CASES, Case, Data, make_data
-from numba_prefix.reference import budget, naive
+from numba_prefix.reference.oracle import budget, naive
 
 Run = Callable[[], Any]
 GATE = Case("gate", (5, 70, 1), (205, 70, 333), 8, 4, 128, 32)

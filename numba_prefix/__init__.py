@@ -1,18 +1,17 @@
 """numba_prefix: paged-prefix attention (Ascend ATB's SelfAttention PrefixEncoder) in Python, compiled by Numba."""
 
-from numba_prefix.cpu.threads import get_num_threads, set_num_threads
-from numba_prefix.errors import TargetUnavailableError
-from numba_prefix.front import (
-    Context,
-    Op,
+from numba_prefix.front.encoder import (
     prefix_encoder,
     self_attention_prefix_encoder,
     self_attention_prefix_encoder_get_workspace_size,
 )
-from numba_prefix.masks import MaskType, alibi_mask, alibi_slopes
-from numba_prefix.paged import merge_states, reshape_and_cache
-from numba_prefix.reference import reference
-from numba_prefix.warm import warmup
+from numba_prefix.front.operation import Context, Op
+from numba_prefix.front.paged import merge_states, reshape_and_cache
+from numba_prefix.inputs.errors import TargetUnavailableError
+from numba_prefix.reference.oracle import reference
+from numba_prefix.rules.masks import MaskType, alibi_mask, alibi_slopes
+from numba_prefix.runtime.num_threads import get_num_threads, set_num_threads
+from numba_prefix.verify.warmup import warmup
 
 __version__ = "0.1.0"
 

@@ -112,7 +112,7 @@ def idle(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
 def _fake_gpu(monkeypatch: pytest.MonkeyPatch, **options: Any) -> Iterator[Any]:
     import fake_gpu
 
-    from numba_prefix.cuda import launch
+    from numba_prefix.cuda import target
 
     yield fake_gpu.install(monkeypatch, **options)
-    launch._pending.calls.clear()
+    target._pending.calls.clear()

@@ -41,7 +41,7 @@ def load(*, warmup: bool = False) -> Functions:
         # No lock, which a fork could leave locked: of two threads that both come here the first one's functions are kept.
         _loaded.setdefault("functions", _build())
     if warmup:
-        from numba_prefix.warm import warmup as compile_and_check
+        from numba_prefix.verify.warmup import warmup as compile_and_check
 
         compile_and_check("cpu", dtypes="float32", head_sizes=64, mask_types="causal")
     return _loaded["functions"]
@@ -49,7 +49,7 @@ def load(*, warmup: bool = False) -> Functions:
 
 def include_directory() -> str:
     """Where numba_prefix.h is, for a compiler's -I."""
-    return str(Path(__file__).parent.parent / "include")
+    return str(Path(__file__).parent / "include")
 
 
 class _Api(ctypes.Structure):

@@ -10,7 +10,8 @@ from typing import Any
 from numba_prefix.capi.descriptors import buffer, context, optional_tensor, tensor
 from numba_prefix.capi.native import Export
 from numba_prefix.capi.status import Refusal, Status, last_text, remember, status_of
-from numba_prefix.front import Op, self_attention_prefix_encoder, self_attention_prefix_encoder_get_workspace_size
+from numba_prefix.front.encoder import self_attention_prefix_encoder, self_attention_prefix_encoder_get_workspace_size
+from numba_prefix.front.operation import Op
 
 # A handle is a number and nothing at an address, so that one which is wrong can be told from one which is right.
 _FIRST_HANDLE = 0x6E627000  # small numbers are what uninitialised pointers hold

@@ -6,9 +6,9 @@ import ctypes
 import math
 import sys
 
-from numba_prefix.arrays import ITEM_BYTES, Tensor, contiguous_strides, span
 from numba_prefix.capi.status import Refusal, Status
-from numba_prefix.front import TARGETS, Context
+from numba_prefix.front.operation import TARGETS, Context
+from numba_prefix.inputs.arrays import ITEM_BYTES, Tensor, contiguous_strides, span
 
 MAX_DIMS = 8  # as in ATB
 DEVICE_CPU = 0

@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from numba_prefix.assembly import UNSIGNED_LONG, address_of, assembled, constant
+from numba_prefix.runtime.llvm_text import UNSIGNED_LONG, address_of, assembled, constant
 
 _TYPES = {
     ctypes.c_void_p: "ptr",

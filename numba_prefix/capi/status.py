@@ -6,7 +6,7 @@ import re
 import threading
 from enum import IntEnum
 
-from numba_prefix.errors import TargetUnavailableError
+from numba_prefix.inputs.errors import TargetUnavailableError
 
 
 class Status(IntEnum):

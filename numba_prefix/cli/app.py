@@ -40,7 +40,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _check_environment() -> None:
     """Before a command has read a file or compiled anything."""
     from numba_prefix.cpu.isa import forced_path
-    from numba_prefix.cpu.threads import thread_cap
+    from numba_prefix.runtime.num_threads import thread_cap
 
     try:
         thread_cap()
@@ -191,7 +191,7 @@ def _positive(text: str) -> int:
 
 
 def _mask_type(text: str) -> int | str:
-    from numba_prefix.masks import MaskType
+    from numba_prefix.rules.masks import MaskType
 
     value = int(text) if text.isdecimal() else text
     try:

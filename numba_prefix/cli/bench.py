@@ -15,10 +15,19 @@ from numba_prefix.cli.background import interruptible
 from numba_prefix.cli.info import cpu_report, thread_report, versions
 from numba_prefix.cli.run import error_text, kernel_summary
 from numba_prefix.cli.table import UsageError
-from numba_prefix.front import Context, Op
-from numba_prefix.reference import budget, naive, reference
-from numba_prefix.trial import Inputs, flops, has_nan, poison, random_inputs, sample_rows, stored_bits, take_rows
-from numba_prefix.warm import first_run
+from numba_prefix.front.operation import Context, Op
+from numba_prefix.reference.oracle import budget, naive, reference
+from numba_prefix.verify.testing import (
+    Inputs,
+    flops,
+    has_nan,
+    poison,
+    random_inputs,
+    sample_rows,
+    stored_bits,
+    take_rows,
+)
+from numba_prefix.verify.warmup import first_run
 
 SHAPE = ("q_len", "kv_len", "batch", "heads", "kv_heads", "head_size", "block_size", "dtype")
 GATE_ROWS, GATE_ELEMENTS = 24, 2e8  # so that the oracle reads no more elements of keys than about this

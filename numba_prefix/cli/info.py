@@ -14,10 +14,12 @@ import numpy as np
 
 import numba_prefix
 from numba_prefix.cli import table
-from numba_prefix.cpu import isa, threads
-from numba_prefix.errors import TargetUnavailableError
-from numba_prefix.front import Context, self_attention_prefix_encoder_get_workspace_size
-from numba_prefix.problem import FLOAT_DTYPES
+from numba_prefix.cpu import isa
+from numba_prefix.front.encoder import self_attention_prefix_encoder_get_workspace_size
+from numba_prefix.front.operation import Context
+from numba_prefix.inputs.errors import TargetUnavailableError
+from numba_prefix.inputs.problem import FLOAT_DTYPES
+from numba_prefix.runtime import num_threads
 
 # By LLVM's names: what kernels are built for, what converts 16-bit floats, what multiplies them.
 FEATURES = {
@@ -30,7 +32,7 @@ FEATURES = {
 PACKAGES = ("numba", "llvmlite", "numpy", "ml_dtypes", "torch")
 VARIABLES = (
     *("NUMBA_CPU_NAME", "NUMBA_CPU_FEATURES", "NUMBA_NUM_THREADS", "NUMBA_CACHE_DIR", "NUMBA_THREADING_LAYER"),
-    *(isa.VARIABLE, threads.VARIABLE),
+    *(isa.VARIABLE, num_threads.VARIABLE),
 )
 
 
@@ -52,7 +54,7 @@ def command(arguments: argparse.Namespace) -> int:
 
 
 def cpu_report() -> dict[str, Any]:
-    from numba_prefix.cpu import features
+    from numba_prefix.cpu.simd import features
 
     names = FEATURES["x86"] if features.is_x86() else FEATURES["arm64"] if features.is_arm64() else ()
     has = features.features()
@@ -81,14 +83,14 @@ def _model_name() -> str:
 def thread_report() -> dict[str, Any]:
     from numba.core import config
 
-    online, allowed, available = os.cpu_count() or 1, threads.allowed_cpus(), threads.available_cpus()
-    cap, source = threads.thread_cap()
-    chosen = threads.get_num_threads()
+    online, allowed, available = os.cpu_count() or 1, num_threads.allowed_cpus(), num_threads.available_cpus()
+    cap, source = num_threads.thread_cap()
+    chosen = num_threads.get_num_threads()
     reasons = [f"{online} CPUs"]
     if allowed < online:
         reasons.append(f"{allowed} in this process's affinity")
     if available < allowed:
-        reasons.append(f"a cgroup quota of {threads.quota():g}")
+        reasons.append(f"a cgroup quota of {num_threads.quota():g}")
     if chosen < available and chosen != cap:
         reasons.append(f"NUMBA_NUM_THREADS={os.environ.get('NUMBA_NUM_THREADS')}")
     if cap is not None:
@@ -105,7 +107,7 @@ def thread_report() -> dict[str, Any]:
 
 def cache_report() -> dict[str, Any]:
     """Where compiled kernels are kept, and whether they can be."""
-    from numba_prefix.disk import cache_directory, is_trusted
+    from numba_prefix.runtime.disk_cache import cache_directory, is_trusted
 
     directory = cache_directory()
     if directory is None:

@@ -11,11 +11,11 @@ from numba_prefix.cli import table
 from numba_prefix.cli.background import interruptible
 from numba_prefix.cli.table import UsageError
 from numba_prefix.cli.warm import tell
-from numba_prefix.cuda.report import GENERATIONS
-from numba_prefix.cuda.spec import HEAD_DIMS
-from numba_prefix.errors import TargetUnavailableError
-from numba_prefix.masks import MaskType
-from numba_prefix.warm import PLAIN_KINDS, choices, prebuilt
+from numba_prefix.cuda.compile.prebuild import GENERATIONS
+from numba_prefix.cuda.kernel.spec import HEAD_DIMS
+from numba_prefix.inputs.errors import TargetUnavailableError
+from numba_prefix.rules.masks import MaskType
+from numba_prefix.verify.warmup import PLAIN_KINDS, choices, prebuilt
 
 PACKAGES = ("numba", "numba-cuda", "nvidia-nvvm", "nvidia-cuda-nvrtc", "nvidia-nvjitlink")
 COLUMNS = {

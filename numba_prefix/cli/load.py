@@ -14,9 +14,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from numba_prefix.arrays import describe
 from numba_prefix.cli.table import UsageError
-from numba_prefix.trial import Inputs, bfloat16_array, stored_bits
+from numba_prefix.inputs.arrays import describe
+from numba_prefix.verify.testing import Inputs, bfloat16_array, stored_bits
 
 SAMPLE = "sample.npz"
 REQUIRED = ("query", "key", "value", "block_tables", "seq_len", "kv_seq_len")
@@ -37,7 +37,7 @@ def load(file: str | None) -> Loaded:
     if file is None:
         name = f"{SAMPLE} (comes with the package)"
         try:
-            source: Any = io.BytesIO(resources.files("numba_prefix").joinpath("data", SAMPLE).read_bytes())
+            source: Any = io.BytesIO(resources.files("numba_prefix.cli").joinpath("data", SAMPLE).read_bytes())
         except OSError as error:
             raise UsageError(f"{SAMPLE}: the package's own sample cannot be read: {error}") from error
     else:

@@ -10,17 +10,17 @@ from typing import Any
 
 import numpy as np
 
-from numba_prefix.arrays import describe
 from numba_prefix.cli import table
 from numba_prefix.cli.background import interruptible
 from numba_prefix.cli.load import Loaded, check_writable, load, save
 from numba_prefix.cli.table import UsageError
-from numba_prefix.errors import TargetUnavailableError
-from numba_prefix.front import Context, Op
-from numba_prefix.masks import MaskType, alibi_slopes
-from numba_prefix.reference import Budget
-from numba_prefix.trial import Inputs, flops, on_host
-from numba_prefix.warm import first_run
+from numba_prefix.front.operation import Context, Op
+from numba_prefix.inputs.arrays import describe
+from numba_prefix.inputs.errors import TargetUnavailableError
+from numba_prefix.reference.oracle import Budget
+from numba_prefix.rules.masks import MaskType, alibi_slopes
+from numba_prefix.verify.testing import Inputs, flops, on_host
+from numba_prefix.verify.warmup import first_run
 
 MIN_RUNS, MAX_RUNS = 3, 50
 ENOUGH_SECONDS, MOST_SECONDS = 0.5, 10.0

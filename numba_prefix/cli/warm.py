@@ -5,12 +5,12 @@ from __future__ import annotations
 import argparse
 from typing import Any
 
-from numba_prefix import warm
 from numba_prefix.cli import table
 from numba_prefix.cli.background import interruptible
 from numba_prefix.cli.info import cache_report
 from numba_prefix.cli.table import UsageError
-from numba_prefix.errors import TargetUnavailableError
+from numba_prefix.inputs.errors import TargetUnavailableError
+from numba_prefix.verify import warmup
 
 SOURCES = {"compiled": "compiled", "cache": "loaded from the cache", "memory": "was loaded before"}
 
@@ -19,7 +19,7 @@ def command(arguments: argparse.Namespace) -> int:
     try:
         with table.slow(_announcement(arguments)):
             report = interruptible(
-                lambda: warm.measure(
+                lambda: warmup.measure(
                     arguments.target,
                     dtypes=arguments.dtypes,
                     head_sizes=arguments.head_sizes,

@@ -5,10 +5,10 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
-from numba_prefix import tiling
 from numba_prefix.cpu import isa
-from numba_prefix.cpu.call import BLOCK_M
-from numba_prefix.problem import Problem
+from numba_prefix.cpu.kernel.params import BLOCK_M
+from numba_prefix.inputs.problem import Problem
+from numba_prefix.rules import tiling
 
 # With twice the rows, keys and values are widened half as often: 1.02 times with head size 64, 1.01 with 128 (AVX2, 2,048
 # causal tokens, one thread and two; 384 and 512 rows: 1.00 and 1.01). Larger heads would not leave L2 caches of 512 KB enough.

@@ -64,7 +64,7 @@ _wrong: dict[str, str] = {}
 def _lacking(path: str) -> str:
     """What the machine or the system lacks for a path. Only for AMX is the system asked to let the process use it, which cannot
     be taken back: signal handlers' own stacks have to hold 8 KB more from then on."""
-    from numba_prefix.cpu.features import has_pairs, has_tiles
+    from numba_prefix.cpu.simd.features import has_pairs, has_tiles
 
     if path == AMX and not has_tiles():
         return "this CPU has no AMX for bfloat16"

@@ -5,9 +5,9 @@ from __future__ import annotations
 import functools
 from typing import Any, NamedTuple
 
-from numba_prefix.cpu import call as c
 from numba_prefix.cpu import isa
-from numba_prefix.cpu.kernel import drain, make_drain, nothing
+from numba_prefix.cpu.kernel import params as c
+from numba_prefix.cpu.kernel.work_loop import drain, make_drain, nothing
 
 
 class Steps(NamedTuple):
@@ -24,22 +24,25 @@ def steps_of(path: str) -> Steps:
     """Of a path for pairs. Modules of paths that this CPU lacks are not imported otherwise: its compiler may refuse what they
     name."""
     if path == isa.AMX:
-        from numba_prefix.cpu import amx, tiles
+        from numba_prefix.cpu.kernel import amx
+        from numba_prefix.cpu.simd import amx_tiles
 
-        return Steps(amx.pack_values, amx.scale_acc, amx.step, tiles.enter_tiles, tiles.leave_tiles)
-    from numba_prefix.cpu import dot_pairs
+        return Steps(amx.pack_values, amx.scale_acc, amx.step, amx_tiles.enter_tiles, amx_tiles.leave_tiles)
+    from numba_prefix.cpu.kernel import avx512_bf16
 
-    return Steps(dot_pairs.pack_values, dot_pairs.scale_acc, dot_pairs.step)
+    return Steps(avx512_bf16.pack_values, avx512_bf16.scale_acc, avx512_bf16.step)
 
 
 @functools.cache
 def kernel_of(path: str) -> Any:
     if path == isa.VECTOR:
         return drain
-    from numba_prefix.cpu import pairs
+    from numba_prefix.cpu.kernel import prefill_bf16
 
     steps = steps_of(path)
-    return make_drain(f"drain_{path}", pairs.load_queries, pairs.make_attend(*steps[:3]), steps.enter, steps.leave)
+    return make_drain(
+        f"drain_{path}", prefill_bf16.load_queries, prefill_bf16.make_attend(*steps[:3]), steps.enter, steps.leave
+    )
 
 
 @functools.cache

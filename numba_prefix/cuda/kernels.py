@@ -4,15 +4,15 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from numba_prefix.arrays import ITEM_BYTES, Tensor
-from numba_prefix.cuda import cubins
-from numba_prefix.cuda.choice import CHUNK, family_of, head_dim_of, merge_of
-from numba_prefix.cuda.compile import Compiled
-from numba_prefix.cuda.gpu import Device
-from numba_prefix.cuda.spec import KernelSpec
-from numba_prefix.errors import TargetUnavailableError
-from numba_prefix.planning import bias_of
-from numba_prefix.problem import Operands, Problem
+from numba_prefix.cuda.compile import cubins
+from numba_prefix.cuda.compile.compiler import Compiled
+from numba_prefix.cuda.device.gpu import Device
+from numba_prefix.cuda.kernel.choice import CHUNK, family_of, head_dim_of, merge_of
+from numba_prefix.cuda.kernel.spec import KernelSpec
+from numba_prefix.inputs.arrays import ITEM_BYTES, Tensor
+from numba_prefix.inputs.errors import TargetUnavailableError
+from numba_prefix.inputs.problem import Operands, Problem
+from numba_prefix.planning.plan import bias_of
 
 DEFAULT_SHARED_BYTES = 48 << 10  # what a kernel may have without asking
 

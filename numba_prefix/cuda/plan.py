@@ -8,14 +8,14 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from numba_prefix.arrays import ITEM_BYTES, Tensor, as_numpy, contiguous_strides, span
-from numba_prefix.cuda.gpu import Device, Loan
+from numba_prefix.cuda.device.gpu import Device, Loan
 from numba_prefix.cuda.kernels import Kernel
-from numba_prefix.lengths import check_block_ids
-from numba_prefix.planning import Cutters, cut_work
-from numba_prefix.problem import Problem
-from numba_prefix.tiling import NUM_SPLITS, SPLIT_IDX, SPLIT_TILE, round_up
-from numba_prefix.workspace import partials_bytes
+from numba_prefix.inputs.arrays import ITEM_BYTES, Tensor, as_numpy, contiguous_strides, span
+from numba_prefix.inputs.lengths import check_block_ids
+from numba_prefix.inputs.problem import Problem
+from numba_prefix.planning.plan import Cutters, cut_work
+from numba_prefix.planning.workspace import partials_bytes
+from numba_prefix.rules.tiling import NUM_SPLITS, SPLIT_IDX, SPLIT_TILE, round_up
 
 MAX_GRID = 2**31 - 1
 TABLE_ALIGNMENT = 8  # int64 that tables begin at multiples of

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from numba_prefix.front import prefix_encoder as encode
+from numba_prefix.front.encoder import prefix_encoder as encode
 
 __all__ = ["npu_self_attention_prefix_encoder", "prefix_encoder", "prefix_encoder_lse"]
 

@@ -16,8 +16,8 @@ from typing import Any
 
 import numpy as np
 
-from numba_prefix.cuda.driver import LEGACY_STREAM, DriverError
-from numba_prefix.cuda.spec import CALL_LENGTH, FACTORS_LENGTH
+from numba_prefix.cuda.device.driver import LEGACY_STREAM, DriverError
+from numba_prefix.cuda.kernel.spec import CALL_LENGTH, FACTORS_LENGTH
 
 from .memory import Memory, aligned_bytes
 from .module import Module
@@ -67,7 +67,7 @@ def logged(method: Any) -> Any:
 
 
 class FakeDriver:
-    """Has the methods of numba_prefix.cuda.driver.Driver."""
+    """Has the methods of numba_prefix.cuda.device.driver.Driver."""
 
     def __init__(
         self,

@@ -8,7 +8,8 @@ from typing import Any
 
 from torch import Tensor
 
-from numba_prefix.front import Context, Op, self_attention_prefix_encoder_get_workspace_size
+from numba_prefix.front.encoder import self_attention_prefix_encoder_get_workspace_size
+from numba_prefix.front.operation import Context, Op
 
 
 @dataclass(slots=True)

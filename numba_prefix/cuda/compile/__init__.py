@@ -1,0 +1,1 @@
+"""How CUDA kernels are compiled to cubins, and where these are kept."""

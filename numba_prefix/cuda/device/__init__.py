@@ -1,0 +1,1 @@
+"""The GPU through the driver: contexts, memory, streams, arrays."""

@@ -1,0 +1,295 @@
+"""Planning, binding and running a problem on the CUDA target."""
+
+from __future__ import annotations
+
+import math
+import threading
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from numba_prefix.cuda.device import streams
+from numba_prefix.cuda.device.driver import get_driver
+from numba_prefix.cuda.device.gpu import Device, get_device
+from numba_prefix.cuda.kernel import spec as c
+from numba_prefix.cuda.kernels import Kernel, attention_kernel, merge_kernel
+from numba_prefix.cuda.plan import CudaPlan
+from numba_prefix.inputs.arrays import ITEM_BYTES, Tensor, describe, span
+from numba_prefix.inputs.problem import Operands, Problem
+from numba_prefix.planning.plan import Cutters, addresses_of, factors_of, has_shift, strides_of
+from numba_prefix.planning.workspace import ALIGNMENT
+from numba_prefix.rules.tiling import round_up
+
+MAX_PENDING = 64  # calls of a thread whose block tables are still to be judged, before it waits for the oldest
+
+Launch = tuple[int, int, int, int]  # function, grid, threads, bytes of shared memory
+
+
+class Parameters:
+    """A kernel's parameters in memory, and where each of them is: what a launch reads."""
+
+    __slots__ = ("_call", "_factors", "_pointers", "address")
+
+    def __init__(self, call: NDArray[np.int64], factors: NDArray[np.float32]) -> None:
+        self._call, self._factors = call.copy(), factors
+        places = [self._call.ctypes.data + 8 * i for i in range(c.CALL_LENGTH)]
+        places += [factors.ctypes.data + 4 * i for i in range(c.FACTORS_LENGTH)]
+        self._pointers = np.array(places, np.uint64)
+        self.address = int(self._pointers.ctypes.data)
+
+    def set_partials(self, address: int) -> None:
+        self._call[c.PARTIALS] = address
+
+
+@dataclass(slots=True, eq=False)
+class Bound:
+    """What a plan does to certain arrays, ready for any number of runs."""
+
+    problem: Problem
+    operands: Operands
+    launches: tuple[Launch, ...]
+    call: NDArray[np.int64]  # [CALL_LENGTH]
+    factors: NDArray[np.float32]  # [FACTORS_LENGTH]
+    workspace_bytes: int
+    memory: Any  # whatever else the addresses belong to
+    copies: list[Tensor]  # copies that torch made of arrays on `copied_on`
+    copied_on: int
+    streams: set[int] = field(default_factory=set)  # run on so far
+    # Each run takes one and puts it back: runs of several threads, or within a signal handler, have different workspaces.
+    spare: list[Parameters] = field(default_factory=list)
+
+
+def available(device: str) -> None:
+    """Raise TargetUnavailableError if this GPU ("cuda:0"; "cpu" for any) can't be used."""
+    if device == "cpu":
+        get_driver()
+    else:
+        get_device(_ordinal(device))
+
+
+def plan(
+    problem: Problem,
+    operands: Operands,
+    lengths: tuple[NDArray[np.int64], NDArray[np.int64]],
+    held_blocks: NDArray[np.bool_] | None,
+    is_part: bool,
+    validate: str,
+    cutters: Cutters,
+) -> tuple[CudaPlan, str]:
+    """A plan, and what was chosen: the kernel family and the GPU. Arguments as CudaPlan takes them."""
+    device = get_device(_ordinal(operands.q.device))
+    with device.current(may_capture=True):
+        made = CudaPlan(device, problem, lengths, held_blocks, is_part, validate, cutters)
+        out_dtype = "float32" if is_part else problem.dtype
+        kernel = attention_kernel(device, problem, operands, out_dtype)
+        if not made.is_empty:
+            made.tables(kernel)
+    return made, f"family {kernel.spec.family}, sm_{device.cc[0]}{device.cc[1]} ({device.name})"
+
+
+def bind(
+    plan: CudaPlan, problem: Problem, operands: Operands, out: Tensor, lse: Tensor | None, stream: int, memory: Any
+) -> Bound:
+    """operands: of the plan's shapes, each with a dense last axis. out: of the inputs' dtype or float32. memory: what keeps the
+    arrays alive. stream: the one that the first run is expected on."""
+    device = plan.device
+    with device.current(may_capture=True):
+        factors = factors_of(problem.qk_scale, "none")
+        call = np.zeros(c.CALL_LENGTH, np.int64)
+        launches: tuple[Launch, ...] = ()
+        workspace_bytes = 0
+        if not plan.is_empty:
+            kernel = attention_kernel(device, problem, operands, out.dtype)
+            factors = factors_of(problem.qk_scale, kernel.spec.bias)
+            tables = plan.tables(kernel)
+            workspace_bytes = tables.workspace_bytes
+            _fill(call, plan, problem, kernel, operands, out, lse)
+            launches = (_launch(kernel, tables.entries * problem.kv_head_num),)
+            if tables.split_tiles:
+                merge = merge_kernel(device, kernel.spec)
+                launches += (_launch(merge, tables.split_tiles * problem.kv_head_num),)
+            o = operands
+            read = [t for t in (o.q, o.k_cache, o.v_cache, o.block_tables, o.mask, o.slopes) if t is not None]
+            streams.wait_for_producers(device, stream, [t for t in read if t.device != "cpu"])
+        copies = _copies_of_torch(operands)
+        copied_on = streams.current_stream(operands.q) if copies else 0
+    return Bound(problem, operands, launches, call, factors, workspace_bytes, memory, copies, copied_on)
+
+
+def _fill(
+    call: NDArray[np.int64],
+    plan: CudaPlan,
+    problem: Problem,
+    kernel: Kernel,
+    operands: Operands,
+    out: Tensor,
+    lse: Tensor | None,
+) -> None:
+    tables = plan.tables(kernel)
+    call[c.Q : c.LSE + 1] = addresses_of(operands, out, lse.address if lse is not None else 0)
+    if operands.slopes is not None and operands.slopes.device == "cpu":
+        call[c.SLOPES] = plan.device_slopes(operands.slopes)
+    call[c.WORK : c.RUNS + 1] = tables.work, tables.merge, tables.sequences, tables.runs
+    call[c.STATUS] = plan.loan.flag.address
+    call[c.Q_TOKEN : c.OUT_HEAD + 1] = strides_of(operands, out)
+    call[c.KV_HEAD_NUM], call[c.GROUP_SIZE], call[c.HEAD_SIZE] = (
+        *(problem.kv_head_num, problem.group_size, problem.head_size),
+    )
+    call[c.BLOCK_SIZE], call[c.NUM_BLOCKS] = problem.block_size, problem.num_blocks
+    call[c.TILE_ROWS] = kernel.block_m
+    call[c.HAS_SHIFT] = has_shift(kernel.spec.bias, plan.is_part)
+
+
+def _launch(kernel: Kernel, grid: int) -> Launch:
+    return kernel.function, grid, kernel.threads, kernel.shared_bytes
+
+
+def _copies_of_torch(operands: Operands) -> list[Tensor]:
+    o = operands
+    given = (o.q, o.k_cache, o.v_cache, o.block_tables, o.mask, o.slopes)
+    return [t for t in given if t is not None and t.kind == "torch" and t.keeper is not None and t.device != "cpu"]
+
+
+def run(plan: CudaPlan, bound: Bound, workspace: Any, stream: int, owner: Any = None) -> None:
+    """Launches what `bound` is about on a stream, which belongs to `owner`; waits for it only with validate="wait".
+
+    workspace: device memory of at least bound.workspace_bytes, as an array of any library; None: some is taken for the run.
+    Raises ValueError for a bad block id that an earlier run has met.
+    """
+    device = plan.device
+    address = _workspace_address(workspace, bound.workspace_bytes, bound.operands.q.device)
+    plan.look()
+    with device.current():
+        if stream not in bound.streams:
+            _prepare(plan, bound, stream, owner)
+        if bound.workspace_bytes and workspace is None:
+            address = device.driver.malloc(device.ordinal, bound.workspace_bytes, stream)
+            try:
+                _launch_all(device, bound, address, stream)
+            finally:
+                device.driver.free(device.ordinal, address, stream)
+        else:
+            _launch_all(device, bound, address, stream)
+    if plan.validate == "wait":
+        check(plan)
+
+
+def _launch_all(device: Device, bound: Bound, workspace: int, stream: int) -> None:
+    launch = device.driver.launch
+    try:
+        parameters = bound.spare.pop()
+    except IndexError:
+        parameters = Parameters(bound.call, bound.factors)
+    parameters.set_partials(round_up(workspace, ALIGNMENT))
+    for function, grid, threads, shared_bytes in bound.launches:
+        launch(function, grid, threads, shared_bytes, stream, parameters.address)
+    bound.spare.append(parameters)
+
+
+def _prepare(plan: CudaPlan, bound: Bound, stream: int, owner: Any) -> None:
+    """Before the first run on a stream."""
+    if bound.copies and stream != bound.copied_on:
+        with plan.device.current(may_capture=True):
+            plan.device.driver.synchronize(bound.copied_on)
+        for t in bound.copies:
+            streams.record_use(t, stream)
+    plan.loan.use(stream, owner)
+    plan.watch(bound.problem, bound.operands.block_tables)
+    bound.streams.add(stream)
+
+
+def _workspace_address(given: Any, num_bytes: int, device: str) -> int:
+    if given is None:
+        return 0
+    expected = f"a writable contiguous buffer on {device} (query's device)"
+    if isinstance(given, (bytes, bytearray, memoryview)):
+        raise ValueError(f"workspace: got {type(given).__name__} in CPU memory, expected {expected}")
+    t = describe(given, "workspace")
+    if t.device != device or not t.is_writable:
+        raise ValueError(f"workspace: got {t.device if t.is_writable else 'read-only memory'}, expected {expected}")
+    first, end = span(t.shape, t.strides)
+    if end - first != math.prod(t.shape) or first:
+        raise ValueError(f"workspace: got an array with strides {t.strides}, expected {expected}")
+    size = end * ITEM_BYTES.get(t.dtype, 1)
+    if size < num_bytes:
+        raise ValueError(f"workspace: got {size} bytes, expected at least {num_bytes}")
+    return t.address
+
+
+def settle(plan: CudaPlan, dense: Operands, target: Tensor, out: Tensor, stream: int) -> None:
+    """After a run on copies that were made for it. torch's current stream is the one that it was launched on."""
+    if target is not out:
+        if out.kind != "torch":
+            raise ValueError(f"out: got stride {out.strides[-1]} on the last axis, expected 1")
+        out.owner.copy_(target.keeper)
+    if any(t.kind == "dlpack" and isinstance(t.keeper, Tensor) for t in (dense.q, dense.k_cache, dense.v_cache)):
+        with plan.device.current():  # its library may use a copy's memory again as soon as we leave
+            plan.device.driver.synchronize(stream)
+
+
+def refuse_capture(stream: int, q: Tensor) -> None:
+    """Raise ValueError for a stream that is being captured: a graph would use the memory of a plan that is gone by then."""
+    device = get_device(_ordinal(q.device))
+    with device.current():
+        if device.is_capturing(stream):
+            raise ValueError(
+                "stream: got one that is being captured into a CUDA graph, expected the two-phase form: an operation that "
+                "is planned before and lives as long as the graph"
+            )
+
+
+def check(plan: CudaPlan) -> None:
+    """Wait for all runs; raise ValueError for a bad block id that one has met."""
+    with plan.device.current(may_capture=True):
+        for stream in plan.loan.streams:
+            plan.device.driver.synchronize(stream)
+    plan.look()
+
+
+class _Pending(threading.local):
+    """Plans of calls that are over, each with an event after its run: their block tables are judged at the thread's next call,
+    since nobody else can ask."""
+
+    def __init__(self) -> None:
+        self.calls: list[tuple[CudaPlan, int]] = []
+
+
+_pending = _Pending()
+
+
+def leave_pending(plan: CudaPlan, stream: int) -> None:
+    """The plan's only run is launched."""
+    if plan.validate != "full" or plan.is_empty:
+        return
+    device = plan.device
+    with device.current(may_capture=True):
+        event = device.driver.create_event()
+        device.driver.record(event, stream)
+        _pending.calls.append((plan, event))
+        if len(_pending.calls) > MAX_PENDING:
+            device.driver.finish(_pending.calls[0][1])
+
+
+def look_at_pending() -> None:
+    """Raise ValueError for a bad block id that an earlier call of this thread has met so far."""
+    calls, _pending.calls = _pending.calls, []
+    errors = []
+    for plan, event in calls:
+        driver = plan.device.driver
+        with plan.device.current(may_capture=True):
+            if not plan.loan.flag.is_set and not driver.is_done(event):
+                _pending.calls.append((plan, event))
+                continue
+            driver.destroy_event(event)
+        try:
+            plan.look()
+        except ValueError as error:
+            errors.append(error)
+    if errors:
+        raise ValueError(f"{errors[0]} (in an earlier call of this thread)")
+
+
+def _ordinal(device: str) -> int:
+    return int(device.removeprefix("cuda:"))

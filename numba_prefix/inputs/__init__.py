@@ -1,0 +1,1 @@
+"""The arguments of a call, described and checked: every error a caller can meet before anything runs."""

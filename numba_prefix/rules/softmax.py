@@ -1,0 +1,54 @@
+"""The running softmax, written once for every target (Milakov & Gimelshein 2018; FlashAttention-2, section 3.1).
+
+State per row: `m_i` running max (starts at -inf), `l_i` running sum and `acc` weighted values (start at 0). Infinities are
+real here: no finite stand-in for -inf may win over a finite score.
+
+Scores may come in any positive unit, since a scale without a bias need not be multiplied into every one of them: `unit` is
+what a score of 1 is worth in natural logarithms, `unit_log2` the same in base 2. Differences are taken before the unit is
+applied, so that large scores keep their last bits and the largest weighs exactly 1.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from numba_prefix.rules.elementwise import F32_NEG_INF, F32_ZERO, exp2_scaled, log2, maximum, where
+
+LOG2_E = np.float32(1.4426950408889634)
+LN_2 = np.float32(0.6931471805599453)
+
+
+def running_max(m_i: Any, score: Any) -> Any:
+    """A NaN score does not enter the max; its weight is NaN all the same."""
+    return maximum(m_i, score)
+
+
+def shift_of(m_i: Any) -> Any:
+    """What scores are lowered by: the max, or 0 while nothing but -inf has been seen (-inf - -inf would be NaN)."""
+    return where(m_i == F32_NEG_INF, F32_ZERO, m_i)
+
+
+def rescale(m_old: Any, shift: Any, unit_log2: Any) -> Any:
+    """`alpha`: the factor that takes l_i and acc from the old max to the new one; 0 for a state that saw nothing."""
+    return exp2_scaled(m_old - shift, unit_log2)
+
+
+def weight(score: Any, shift: Any, unit_log2: Any) -> Any:
+    return exp2_scaled(score - shift, unit_log2)
+
+
+def weighted(out: Any, alpha: Any) -> Any:
+    """What a part weighs in a merged output: nothing where its factor is 0, even if it holds an infinity."""
+    return where(alpha == F32_ZERO, F32_ZERO, out * alpha)
+
+
+def normalize(acc: Any, l_i: Any) -> Any:
+    """The output; 0 for a row that saw nothing. A division, so that equal values average to themselves exactly."""
+    return where(l_i == F32_ZERO, F32_ZERO, acc / l_i)
+
+
+def log_sum_exp(m_i: Any, l_i: Any, unit: Any) -> Any:
+    """Natural log-sum-exp; -inf for a row that saw nothing."""
+    return where(l_i == F32_ZERO, F32_NEG_INF, shift_of(m_i) * unit + log2(l_i) * LN_2)

@@ -1,0 +1,1 @@
+"""Judging results: random problems, the verdict of the oracle, and compiling ahead."""

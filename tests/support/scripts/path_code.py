@@ -1,0 +1,68 @@
+"""Compiles what is a path's own of its kernel for a CPU that has it, wherever this runs (nothing is executed), and tells what
+came out."""
+
+from __future__ import annotations
+
+import json
+import re
+import sys
+from typing import Any
+
+from machine_code import VECTOR, pieces
+from numba import types
+
+from numba_prefix.cpu.compile.jit import kernel
+from numba_prefix.cpu.kernel import params as c
+from numba_prefix.cpu.kernel import prefill_bf16
+from numba_prefix.cpu.kernel.params import BLOCK_N, STEP_N
+from numba_prefix.cpu.paths import steps_of
+
+INTEGERS, FACTORS = types.Array(types.int64, 1, "C"), types.Array(types.float32, 1, "C")
+
+
+def own_part(path: str) -> tuple[Any, tuple[Any, ...]]:
+    pack_values, scale_acc, step, enter, leave = steps_of(path)
+    pack_rows = prefill_bf16.pack_rows
+
+    def steps(call: Any, factors: Any, rows: Any, width: Any, scratch: Any) -> None:
+        enter()
+        s, p, acc, alpha = scratch + call[c.S], scratch + call[c.P], scratch + call[c.ACC], scratch + call[c.ALPHA]
+        keys = scratch + call[c.K_ROWS]
+        pack_rows(call, False, rows, BLOCK_N, keys, scratch + call[c.ROWS])
+        pack_values(call, False, rows, BLOCK_N, scratch)
+        scale_acc(call, acc, alpha)
+        weighing = scratch + call[c.WEIGHING]
+        for key in range(0, BLOCK_N, STEP_N):
+            scoring = (keys, scratch + call[c.Q_T], width, s)
+            adding = (key, p, BLOCK_N, 0, call[c.HEAD_SIZE], width, acc, alpha)
+            step(call, scoring, weighing, adding, scratch)
+        leave()
+
+    return kernel(steps), (INTEGERS, FACTORS, types.int64, types.int64, types.int64)
+
+
+def facts(path: str) -> dict[str, Any]:
+    fresh, signature = own_part(path)
+    fresh._cache.load_overload = fresh._cache.save_overload = lambda *_: None
+    fresh.compile(signature)
+    (signature,) = fresh.signatures
+    llvm_ir, assembly = fresh.inspect_llvm(signature), fresh.inspect_asm(signature)
+    words = "ldtilecfg tilerelease tileloadd tilestored tdpbf16ps vdpbf16ps vcvtne2ps2bf16"
+    products, weights = (
+        [piece for piece in pieces(assembly) if any(word in line for line in piece)]
+        for word in ("dpbf16ps", "vcvtne2ps2bf16")
+    )
+    return {
+        "counts": {word: len(re.findall(rf"^\s+{word}\b", assembly, re.M)) for word in words.split()},
+        "dots": [sum("dpbf16ps" in line for line in piece) for piece in products],
+        "registers": sorted(
+            {x for piece in products for line in piece if "dpbf16ps" in line for x in re.findall(r"%([xyzt]mm)", line)}
+        ),
+        "weights": [sum("vcvtne2ps2bf16" in line for line in piece) for piece in weights],
+        "spills": [line for x in products + weights for line in x if "(%rsp" in line and VECTOR.search(line)],
+        "doubles": len(re.findall(r"\bdouble\b", llvm_ir)),
+        "calls": sorted(set(re.findall(r"\b(__truncsfbf2|__extendhfsf2|__truncsfhf2)\b", assembly))),
+    }
+
+
+print(json.dumps([facts(path) for path in sys.argv[1].split(",")]))

@@ -1,0 +1,231 @@
+"""Kernels in NumPy that obey the launch ABI of the CUDA target to the letter: they know nothing but a launch's parameters.
+
+What a test sees through them is what the host told the GPU: addresses, strides, tables, factors, splits and the flag.
+"""
+
+from __future__ import annotations
+
+import ast
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+from ptx import Memory
+from ptx.device import Launched
+
+from numba_prefix.cuda.compile.compiler import Compiled
+from numba_prefix.cuda.kernel import spec as c
+from numba_prefix.rules import masks, softmax, tiling
+
+DTYPES = {"float16": np.float16, "bfloat16": ml_dtypes.bfloat16, "float32": np.float32, "": np.float32}
+BLOCKS = {"mma": (64, 64), "fma": (32, 32), "merge": (0, 0)}
+SHARED_BYTES = {"mma": 100 << 10, "fma": 40 << 10, "merge": 0}
+THREADS = {"mma": 128, "fma": 64, "merge": 32}
+Call = tuple[int, ...]
+F32 = np.float32
+
+
+def compile_kernel(spec: c.KernelSpec, cc: tuple[int, int]) -> Compiled:
+    """In place of numba_prefix.cuda.compile.cubins.kernel."""
+    fields = {name: getattr(spec, name) for name in c.KernelSpec.__slots__} | {"cc": cc}
+    block_m, block_n = BLOCKS[spec.family]
+    return Compiled(
+        name=spec.name, cc=cc, cubin=repr(fields).encode(), threads=THREADS[spec.family],
+        shared_bytes=SHARED_BYTES[spec.family], block_m=block_m, block_n=block_n, registers=0, spill_bytes=0,
+        local_bytes=0, mma_count=0,
+    )  # fmt: skip
+
+
+def execute(launched: Launched, memory: Memory) -> None:
+    """For FakeDriver(execute=...)."""
+    fields = ast.literal_eval(launched.cubin.decode())
+    del fields["cc"]
+    spec = c.KernelSpec(**fields)
+    assert (launched.block, launched.shared_bytes) == (THREADS[spec.family], SHARED_BYTES[spec.family])
+    kernel = _Kernel(spec, launched, memory)
+    for block in range(launched.grid):
+        kernel.run(*divmod(block, launched.call[c.KV_HEAD_NUM]))
+
+
+class _Kernel:
+    def __init__(self, spec: c.KernelSpec, launched: Launched, memory: Memory) -> None:
+        self.spec, self.call, self.memory = spec, launched.call, memory
+        self.scale, self.unit, self.unit_log2, self.sign = (F32(f) for f in launched.factors)
+        self.block_m = BLOCKS[spec.family][0] or self.call[c.TILE_ROWS]
+        assert self.call[c.TILE_ROWS] == self.block_m
+        self.sequences = self.table(c.SEQUENCES, tiling.SEQUENCE_COLUMNS)
+        self.runs = self.table(c.RUNS, tiling.RUN_COLUMNS)
+
+    def view(self, address: int, shape: tuple[int, ...], strides: tuple[int, ...], dtype: Any) -> np.ndarray:
+        """Memory of one registered region; anything else is a fault."""
+        reach = [(n - 1) * s for n, s in zip(shape, strides, strict=True)]
+        first = address + sum(r for r in reach if r < 0)
+        last = address + sum(r for r in reach if r > 0) + np.dtype(dtype).itemsize - 1
+        region = self.memory.find(first)
+        if region is None or last >= region.end:
+            raise AssertionError(f"bytes {first:#x} to {last:#x}: {self.memory.nearest(first)}")
+        at = first - region.origin
+        raw = region.bytes[at : last - region.origin + 1]
+        return np.ndarray(shape, dtype, raw, address - first, strides)
+
+    def scalar(self, address: int, dtype: Any) -> Any:
+        return self.view(address, (1,), (1,), dtype)[0]
+
+    def table(self, name: int, columns: int) -> _Table:
+        return _Table(self, self.call[name], columns)
+
+    def run(self, entry_idx: int, kv_head: int) -> None:
+        is_merge = self.spec.family == "merge"
+        entry = self.table(c.MERGE if is_merge else c.WORK, tiling.WORK_COLUMNS)[entry_idx]
+        sequence = self.sequences[entry[tiling.SEQUENCE]]
+        q_len, group = sequence[tiling.Q_LEN], self.call[c.GROUP_SIZE]
+        rows = tiling.rows_in_tile(q_len, group, entry[tiling.M_BLOCK], self.block_m)
+        first_row = entry[tiling.M_BLOCK] * self.block_m
+        if is_merge:
+            assert entry[tiling.SPLIT_IDX] == 0
+            m_i, l_i, acc = self.merged(entry, kv_head, rows)
+        else:
+            m_i, l_i, acc = self.attended(entry, sequence, kv_head, first_row, rows)
+            if entry[tiling.NUM_SPLITS] > 1:
+                places = self.partial(entry, entry[tiling.SPLIT_IDX], kv_head, rows)
+                for place, part in zip(places, (acc, m_i, l_i), strict=True):
+                    place[...] = part
+                return
+        self.store(sequence, kv_head, first_row, m_i, l_i, acc)
+
+    def attended(self, entry: Any, sequence: Any, kv_head: int, first_row: int, rows: int) -> Any:
+        head_size, group = self.call[c.HEAD_SIZE], self.call[c.GROUP_SIZE]
+        kv_pos, keys, values = self.keys(entry, sequence, kv_head)
+        m_i, l_i, acc = np.full(rows, -np.inf, F32), np.zeros(rows, F32), np.zeros((rows, head_size), F32)
+        for i in range(rows):
+            q_idx, head = divmod(first_row + i, group)
+            q_pos = sequence[tiling.KV_LEN] - sequence[tiling.Q_LEN] + q_idx
+            q = self.query(sequence[tiling.Q_BEGIN] + q_idx, kv_head * group + head)
+            seen = kv_pos <= q_pos if self.spec.is_causal else np.ones(len(kv_pos), bool)
+            score = keys[seen] @ (q * self.sign)
+            if self.spec.bias != "none":
+                last_pos = tiling.last_held(self.runs, sequence, q_pos) if self.call[c.HAS_SHIFT] else q_pos
+                score = score * self.scale + self.bias(kv_head * group + head, q_pos, last_pos, kv_pos[seen])
+            if len(score):
+                m_i[i] = score.max()
+                weight = softmax.weight(score, softmax.shift_of(m_i[i]), self.unit_log2)
+                l_i[i], acc[i] = weight.sum(), weight @ values[seen]
+        return m_i, l_i, acc
+
+    def keys(self, entry: Any, sequence: Any, kv_head: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """Positions, keys and values of an entry's range; a block that does not exist is flagged and counts as zeros."""
+        call, head_size = self.call, self.call[c.HEAD_SIZE]
+        dtype = DTYPES[self.spec.dtype]
+        count = entry[tiling.N_END] - entry[tiling.N_BEGIN]
+        kv_pos = np.zeros(count, np.int32)
+        found = np.zeros((2, count, head_size), F32)
+        for i in range(count):
+            kv_idx = entry[tiling.N_BEGIN] + i
+            run = tiling.run_of_key(self.runs, sequence, kv_idx)
+            kv_pos[i] = tiling.kv_pos_of_key(self.runs, run, kv_idx)
+            column, slot = divmod(int(kv_pos[i]), call[c.BLOCK_SIZE])
+            place = call[c.TABLES] + entry[tiling.SEQUENCE] * call[c.TABLE_ROW] + column * call[c.TABLE_COLUMN]
+            block = int(self.scalar(place, np.int32))
+            if not 0 <= block < call[c.NUM_BLOCKS]:
+                self.view(call[c.STATUS], (1,), (4,), np.int32)[0] = 1
+                continue
+            for which, (base, block_stride, slot_stride, head_stride) in enumerate(
+                (
+                    (call[c.K], call[c.K_BLOCK], call[c.K_SLOT], call[c.K_HEAD]),
+                    (call[c.V], call[c.V_BLOCK], call[c.V_SLOT], call[c.V_HEAD]),
+                )
+            ):
+                address = base + block * block_stride + slot * slot_stride + kv_head * head_stride
+                found[which, i] = self.view(address, (head_size,), (np.dtype(dtype).itemsize,), dtype)
+        return kv_pos, found[0], found[1]
+
+    def query(self, token: int, head: int) -> np.ndarray:
+        dtype = np.dtype(DTYPES[self.spec.dtype])
+        address = self.call[c.Q] + token * self.call[c.Q_TOKEN] + head * self.call[c.Q_HEAD]
+        if self.spec.is_aligned:
+            assert address % 16 == 0
+        return self.view(address, (self.call[c.HEAD_SIZE],), (dtype.itemsize,), dtype).astype(F32)
+
+    def slope(self, head: int) -> Any:
+        return F32(1) if not self.call[c.SLOPES] else self.scalar(self.call[c.SLOPES] + 4 * head, F32)
+
+    def entry(self, head: int, row: np.ndarray, kv_pos: np.ndarray) -> np.ndarray:
+        call, dtype = self.call, DTYPES[self.spec.mask_dtype]
+        base = call[c.MASK] + head * call[c.MASK_HEAD]
+        pairs = zip(row.tolist(), (kv_pos % 128).tolist(), strict=True)
+        read = [self.scalar(base + r * call[c.MASK_ROW] + k * call[c.MASK_COLUMN], dtype) for r, k in pairs]
+        return np.array(read, F32)
+
+    def bias(self, head: int, q_pos: int, last_pos: int, kv_pos: np.ndarray) -> np.ndarray:
+        q, last = np.full(len(kv_pos), q_pos, np.int32), np.full(len(kv_pos), last_pos, np.int32)
+        slope, kind = np.full(len(kv_pos), self.slope(head), F32), self.spec.bias
+        if kind == "heads_mask":
+            return self.entry(head, masks.heads_mask_row(q, kv_pos), kv_pos)
+        if kind == "linear":
+            return masks.linear_bias(slope, q, kv_pos)
+        if kind == "sqrt":
+            return masks.sqrt_bias(slope, q, kv_pos)
+        if kind == "left_align":
+            return masks.left_align_bias(slope, last, kv_pos)
+        entry = self.entry(head, masks.template_row(q, kv_pos), kv_pos)
+        if kind == "template_linear":
+            return masks.template_linear_bias(slope, entry, q, kv_pos)
+        if kind == "template_sqrt":
+            return masks.template_sqrt_bias(slope, entry, q, kv_pos)
+        assert kind == "template_left_align"
+        return masks.template_left_align_bias(slope, entry, last, kv_pos)
+
+    def partial(self, entry: Any, split_idx: int, kv_head: int, rows: int) -> tuple[np.ndarray, ...]:
+        """acc [rows, head_size], m_i [rows], l_i [rows]."""
+        call, head_size = self.call, self.call[c.HEAD_SIZE]
+        size = tiling.partial_floats(rows, head_size)
+        offset = entry[tiling.PARTIAL_OFFSET] + (split_idx * call[c.KV_HEAD_NUM] + kv_head) * size
+        whole = self.view(call[c.PARTIALS] + 4 * offset, (size,), (4,), F32)
+        assert (call[c.PARTIALS] + 4 * offset) % 64 == 0
+        pitch = tiling.round_up(head_size, 16)
+        acc = whole[: rows * pitch].reshape(rows, pitch)[:, :head_size]
+        return acc, whole[-2 * rows : -rows], whole[-rows:]
+
+    def merged(self, entry: Any, kv_head: int, rows: int) -> Any:
+        parts = [self.partial(entry, i, kv_head, rows) for i in range(entry[tiling.NUM_SPLITS])]
+        m_i = np.max([m for _, m, _ in parts], 0)
+        shift = softmax.shift_of(m_i)
+        alphas = [softmax.rescale(m, shift, self.unit_log2) for _, m, _ in parts]
+        l_i = sum(part_l * alpha for (_, _, part_l), alpha in zip(parts, alphas, strict=True))
+        acc = sum(softmax.weighted(part, alpha[:, None]) for (part, _, _), alpha in zip(parts, alphas, strict=True))
+        return m_i, l_i, acc
+
+    def store(self, sequence: Any, kv_head: int, first_row: int, m_i: Any, l_i: Any, acc: Any) -> None:
+        call, group = self.call, self.call[c.GROUP_SIZE]
+        dtype = np.dtype(DTYPES[self.spec.out_dtype])
+        for i in range(len(m_i)):
+            q_idx, head_of_group = divmod(first_row + i, group)
+            token, head = sequence[tiling.Q_BEGIN] + q_idx, kv_head * group + head_of_group
+            address = call[c.OUT] + token * call[c.OUT_TOKEN] + head * call[c.OUT_HEAD]
+            out = self.view(address, (call[c.HEAD_SIZE],), (dtype.itemsize,), dtype)
+            out[:] = softmax.normalize(acc[i], l_i[i]).astype(dtype)
+            if call[c.LSE]:
+                top = m_i[i]
+                if call[c.HAS_SHIFT]:
+                    q_pos = sequence[tiling.KV_LEN] - sequence[tiling.Q_LEN] + q_idx
+                    last_pos = tiling.last_held(self.runs, sequence, q_pos)
+                    top = top + masks.left_align_shift(self.slope(head), np.int32(last_pos))
+                lse = self.view(call[c.LSE] + 4 * (token * call[c.KV_HEAD_NUM] * group + head), (1,), (4,), F32)
+                lse[0] = softmax.log_sum_exp(top, l_i[i], self.unit)
+
+
+class _Table:
+    """int64 [any number of rows, columns], each row checked when it is read."""
+
+    def __init__(self, kernel: _Kernel, address: int, columns: int) -> None:
+        self._kernel, self._address, self._columns = kernel, address, columns
+        self._rows: dict[int, list[int]] = {}
+
+    def __getitem__(self, index: Any) -> Any:
+        if isinstance(index, tuple):
+            row, column = index
+            return self[row][column]
+        if index not in self._rows:
+            place = self._address + int(index) * 8 * self._columns
+            self._rows[index] = self._kernel.view(place, (self._columns,), (8,), np.int64).tolist()
+        return self._rows[index]
