@@ -24,6 +24,7 @@ import numba_prefix as nbp
 from bench import ceiling, contenders
 from bench.cases import CASES, EXTRA_CASES, Case, make_data
 from numba_prefix.cpu import isa
+from numba_prefix.cpu.paths import PATHS
 from numba_prefix.reference.oracle import budget, naive
 
 COLD = """
@@ -65,9 +66,9 @@ def line_up(case: Case, dtype: str, num_threads: int, has_vllm: bool) -> tuple[A
     runs = {"ours": contenders.ours(data, num_threads=num_threads)}
     runs["ours, 1 thread"] = contenders.ours(data, num_threads=1)
     taken = isa.path_of(dtype)
-    for path in isa.PATHS[isa.PATHS.index(taken) + 1 :]:
-        if dtype in isa.DTYPES[path] and not isa.obstacle(path):
-            runs[f"ours, {path}"] = contenders.ours(data, path=path, num_threads=num_threads)
+    for path in PATHS[PATHS.index(taken) + 1 :]:
+        if dtype in path.dtypes and not isa.obstacle(path):
+            runs[f"ours, {path.name}"] = contenders.ours(data, path=path.name, num_threads=num_threads)
     runs["sdpa"] = contenders.sdpa(data)
     if has_vllm:
         theirs = "amx" if dtype == "bfloat16" and torch.cpu._is_amx_tile_supported() else "vec"

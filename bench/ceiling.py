@@ -11,15 +11,15 @@ from typing import Any
 import numpy as np
 from numba.core.caching import NullCache
 
-from numba_prefix.cpu import isa
 from numba_prefix.cpu.compile.jit import kernel
-from numba_prefix.cpu.kernel import params as c
-from numba_prefix.cpu.kernel.params import BLOCK_N, STEP_N, STEPS, STRIP
+from numba_prefix.cpu.kernel.params import Params
 from numba_prefix.cpu.kernel.prefill_bf16 import dims_of_step
 from numba_prefix.cpu.kernel.prefill_bf16_softmax import alphas_of
-from numba_prefix.cpu.kernel.prefill_f32_gemm import COLUMN_ROW, FLOAT, MR, NV, output_product, score_product
-from numba_prefix.cpu.paths import layout_of, steps_of
+from numba_prefix.cpu.kernel.prefill_f32_gemm import MR, NV, output_product, score_product
+from numba_prefix.cpu.kernel.sizes import BLOCK_N, FLOAT, STEP_N, STEPS, STRIP, VECTOR_BYTES
+from numba_prefix.cpu.paths import VECTOR, Path
 from numba_prefix.cpu.simd.memory import load_f32, splat_f32, store_f32
+from numba_prefix.cpu.simd.params_view import params_view
 
 ROWS = 16 * NV
 ZERO = np.float32(0.0)
@@ -30,17 +30,24 @@ def _products(k: Any, v: Any, q: Any, s: Any, acc: Any, alpha: Any, pitch: Any, 
     for _ in range(count):
         for j in range(0, BLOCK_N, MR):
             score_product(
-                k + j * pitch, pitch, q, head_size * COLUMN_ROW, head_size, s + j * COLUMN_ROW, BLOCK_N * COLUMN_ROW, 0
+                k + j * pitch,
+                pitch,
+                q,
+                head_size * VECTOR_BYTES,
+                head_size,
+                s + j * VECTOR_BYTES,
+                BLOCK_N * VECTOR_BYTES,
+                0,
             )
         for i in range(0, head_size, MR):
             output_product(
                 v + FLOAT * i,
                 pitch,
                 s,
-                BLOCK_N * COLUMN_ROW,
+                BLOCK_N * VECTOR_BYTES,
                 BLOCK_N,
-                acc + i * COLUMN_ROW,
-                head_size * COLUMN_ROW,
+                acc + i * VECTOR_BYTES,
+                head_size * VECTOR_BYTES,
                 alpha,
             )
 
@@ -48,12 +55,12 @@ def _products(k: Any, v: Any, q: Any, s: Any, acc: Any, alpha: Any, pitch: Any, 
 def _read(address: Any, num_bytes: Any, to: Any) -> None:
     """Sums of all that is there: the compiler may leave no load out."""
     totals = (splat_f32(ZERO), splat_f32(ZERO), splat_f32(ZERO), splat_f32(ZERO))
-    for at in range(0, num_bytes, 4 * COLUMN_ROW):
+    for at in range(0, num_bytes, 4 * VECTOR_BYTES):
         totals = (
             totals[0] + load_f32(address + at),
-            totals[1] + load_f32(address + at + COLUMN_ROW),
-            totals[2] + load_f32(address + at + 2 * COLUMN_ROW),
-            totals[3] + load_f32(address + at + 3 * COLUMN_ROW),
+            totals[1] + load_f32(address + at + VECTOR_BYTES),
+            totals[2] + load_f32(address + at + 2 * VECTOR_BYTES),
+            totals[3] + load_f32(address + at + 3 * VECTOR_BYTES),
         )
     store_f32(to, totals[0] + totals[1] + totals[2] + totals[3])
 
@@ -69,17 +76,17 @@ def _not_kept(function: Callable[..., Any]) -> Any:
 _compiled = functools.cache(_not_kept)
 
 
-def products(flops: float, path: str, dtype: str, head_size: int, num_threads: int) -> Callable[[], Any]:
+def products(flops: float, path: Path, dtype: str, head_size: int, num_threads: int) -> Callable[[], Any]:
     """A run of about so many flops, by a path's micro-kernels alone."""
-    if path != isa.VECTOR:
+    if path is not VECTOR:
         return _pair_products(flops, path, dtype, head_size, num_threads)
     run, pitch = _compiled(_products), head_size * FLOAT + 64
     count = max(1, round(flops / num_threads / (4 * ROWS * BLOCK_N * head_size)))
     rng = np.random.default_rng(0)
-    sizes = (BLOCK_N * pitch, BLOCK_N * pitch, NV * head_size * COLUMN_ROW, NV * BLOCK_N * COLUMN_ROW)
+    sizes = (BLOCK_N * pitch, BLOCK_N * pitch, NV * head_size * VECTOR_BYTES, NV * BLOCK_N * VECTOR_BYTES)
     arguments, buffers = [], []
     for _ in range(num_threads):
-        arrays = [rng.standard_normal(size // FLOAT, np.float32) for size in (*sizes, NV * head_size * COLUMN_ROW)]
+        arrays = [rng.standard_normal(size // FLOAT, np.float32) for size in (*sizes, NV * head_size * VECTOR_BYTES)]
         arrays.append(np.zeros(ROWS, np.float32))  # alpha: the sums do not grow
         buffers.append(arrays)
         arguments.append((*(a.ctypes.data for a in arrays), pitch, head_size, count))
@@ -87,24 +94,29 @@ def products(flops: float, path: str, dtype: str, head_size: int, num_threads: i
 
 
 @functools.cache
-def _pair_kernel(path: str) -> Any:
-    _, _, step, enter, leave = steps_of(path)
+def _pair_kernel(path: Path) -> Any:
+    kernels = path.micro_kernels()
+    (_, _, step), enter, leave = kernels.steps, kernels.enter, kernels.leave
 
-    def products(call: Any, scratch: Any, count: Any) -> None:
+    def products(block: Any, scratch: Any, count: Any) -> None:
         """`count` times the score and output products of one strip with BLOCK_N keys."""
-        weighing = scratch + call[c.WEIGHING]
+        params = params_view(block)
+        weighing = scratch + params.softmax_offset
         enter()
         for _ in range(count):
             for i in range(STEPS):
                 key = i * STEP_N
-                keys, s = scratch + call[c.K_ROWS] + key * call[c.K_PITCH], scratch + call[c.S] + key * COLUMN_ROW
-                scoring = keys, scratch + call[c.Q_T], STRIP, s
-                acc, alphas = scratch + call[c.ACC], alphas_of(0, weighing)
+                keys, s = (
+                    scratch + params.k_rows_offset + key * params.k_pitch,
+                    scratch + params.s_offset + key * VECTOR_BYTES,
+                )
+                scoring = keys, scratch + params.q_t_offset, STRIP, s
+                acc, alphas = scratch + params.acc_offset, alphas_of(0, weighing)
                 step(
-                    call,
+                    params,
                     scoring,
                     weighing,
-                    (0, scratch + call[c.P], BLOCK_N, *dims_of_step(call, i), STRIP, acc, alphas),
+                    (0, scratch + params.p_offset, BLOCK_N, *dims_of_step(params, i), STRIP, acc, alphas),
                     scratch,
                 )
         leave()
@@ -112,20 +124,19 @@ def _pair_kernel(path: str) -> Any:
     return _not_kept(products)
 
 
-def _pair_products(flops: float, path: str, dtype: str, head_size: int, num_threads: int) -> Callable[[], Any]:
+def _pair_products(flops: float, path: Path, dtype: str, head_size: int, num_threads: int) -> Callable[[], Any]:
     """All zeros, no weights to compute: bfloat16 products take the same time whatever the values."""
-    offsets, size = layout_of(path, dtype, head_size, 16 * STRIP)
-    call = np.zeros(c.CALL_LENGTH, np.int64)
-    for place, value in {**offsets, c.HEAD_SIZE: head_size}.items():
-        call[place] = value
+    offsets, size = path.scratch(dtype, head_size, 16 * STRIP)
+    params = Params()
+    params.set({**offsets, "head_size": head_size})
     count = max(1, round(flops / num_threads / (4 * 16 * STRIP * BLOCK_N * head_size)))
     buffers = [np.zeros(size, np.uint8) for _ in range(num_threads)]
-    return _together(_pair_kernel(path), [(call, b.ctypes.data, count) for b in buffers], buffers)
+    return _together(_pair_kernel(path), [(params.block, b.ctypes.data, count) for b in buffers], buffers)
 
 
 def read(num_bytes: float, num_threads: int) -> Callable[[], Any]:
     """A run that reads so many bytes of memory, each once."""
-    run, share = _compiled(_read), int(num_bytes / num_threads) // (4 * COLUMN_ROW) * 4 * COLUMN_ROW
+    run, share = _compiled(_read), int(num_bytes / num_threads) // (4 * VECTOR_BYTES) * 4 * VECTOR_BYTES
     buffers = [(np.ones(share // FLOAT, np.float32), np.empty(16, np.float32)) for _ in range(num_threads)]
     return _together(run, [(a.ctypes.data, share, to.ctypes.data) for a, to in buffers], buffers)
 

@@ -8,8 +8,8 @@ from numba_prefix.front.encoder import (
 from numba_prefix.front.operation import Context, Op
 from numba_prefix.front.paged import merge_states, reshape_and_cache
 from numba_prefix.inputs.errors import TargetUnavailableError
+from numba_prefix.inputs.mask_types import MaskType, alibi_mask, alibi_slopes
 from numba_prefix.reference.oracle import reference
-from numba_prefix.rules.masks import MaskType, alibi_mask, alibi_slopes
 from numba_prefix.runtime.num_threads import get_num_threads, set_num_threads
 from numba_prefix.verify.warmup import warmup
 

@@ -191,7 +191,7 @@ def _positive(text: str) -> int:
 
 
 def _mask_type(text: str) -> int | str:
-    from numba_prefix.rules.masks import MaskType
+    from numba_prefix.inputs.mask_types import MaskType
 
     value = int(text) if text.isdecimal() else text
     try:

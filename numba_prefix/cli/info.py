@@ -15,6 +15,7 @@ import numpy as np
 import numba_prefix
 from numba_prefix.cli import table
 from numba_prefix.cpu import isa
+from numba_prefix.cpu.paths import PATHS
 from numba_prefix.front.encoder import self_attention_prefix_encoder_get_workspace_size
 from numba_prefix.front.operation import Context
 from numba_prefix.inputs.errors import TargetUnavailableError
@@ -64,8 +65,8 @@ def cpu_report() -> dict[str, Any]:
         "architecture": platform.machine(),
         "features": [name for name in names if name in has],
         "missing": [name for name in names if name not in has],
-        "paths": {dtype: isa.path_of(dtype) for dtype in FLOAT_DTYPES},
-        "unusable": {path: isa.obstacle(path) for path in isa.PATHS if isa.obstacle(path)},
+        "paths": {dtype: isa.path_of(dtype).name for dtype in FLOAT_DTYPES},
+        "unusable": {path.name: isa.obstacle(path) for path in PATHS if isa.obstacle(path)},
     }
 
 

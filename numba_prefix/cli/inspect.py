@@ -14,7 +14,7 @@ from numba_prefix.cli.warm import tell
 from numba_prefix.cuda.compile.prebuild import GENERATIONS
 from numba_prefix.cuda.kernel.spec import HEAD_DIMS
 from numba_prefix.inputs.errors import TargetUnavailableError
-from numba_prefix.rules.masks import MaskType
+from numba_prefix.inputs.mask_types import MaskType
 from numba_prefix.verify.warmup import PLAIN_KINDS, choices, prebuilt
 
 PACKAGES = ("numba", "numba-cuda", "nvidia-nvvm", "nvidia-cuda-nvrtc", "nvidia-nvjitlink")

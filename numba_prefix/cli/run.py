@@ -17,8 +17,8 @@ from numba_prefix.cli.table import UsageError
 from numba_prefix.front.operation import Context, Op
 from numba_prefix.inputs.arrays import describe
 from numba_prefix.inputs.errors import TargetUnavailableError
+from numba_prefix.inputs.mask_types import MaskType, alibi_slopes
 from numba_prefix.reference.oracle import Budget
-from numba_prefix.rules.masks import MaskType, alibi_slopes
 from numba_prefix.verify.testing import Inputs, flops, on_host
 from numba_prefix.verify.warmup import first_run
 

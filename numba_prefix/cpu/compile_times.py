@@ -11,8 +11,8 @@ from typing import Any
 from numba.core import event
 from numba.core.registry import CPUDispatcher
 
-from numba_prefix.cpu import isa, target
-from numba_prefix.cpu.paths import kernel_of
+from numba_prefix.cpu import isa, plan
+from numba_prefix.cpu.paths import PATHS, kernel_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,8 +23,8 @@ class KernelTime:
 
 
 def kernels() -> list[Any]:
-    own = [part for part in vars(target).values() if isinstance(part, CPUDispatcher)]
-    return own + [kernel_of(path) for path in isa.PATHS if not isa.obstacle(path)]
+    own = [part for part in vars(plan).values() if isinstance(part, CPUDispatcher)]
+    return own + [kernel_of(path) for path in PATHS if not isa.obstacle(path)]
 
 
 def _counts(kernel: Any) -> tuple[int, int]:

@@ -12,8 +12,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from numba_prefix.inputs.arrays import Tensor, contiguous_strides, data_address
+from numba_prefix.inputs.mask_types import MaskType
 from numba_prefix.inputs.problem import Operands, Problem
-from numba_prefix.rules.masks import MaskType
 
 HEAD_SIZE, BLOCK_SIZE = 48, 16
 Q_LEN, KV_LEN = 37, 165  # two strips that meet keys twice, none of them full

@@ -10,7 +10,7 @@ from numba_prefix.inputs.arrays import Tensor, as_numpy, bits, describe, empty_l
 from numba_prefix.inputs.problem import FLOAT_DTYPES
 from numba_prefix.reference.oracle import stored
 from numba_prefix.rules.elementwise import F32_ONE
-from numba_prefix.rules.softmax import LOG2_E, log_sum_exp, normalize, running_max, shift_of, weight, weighted
+from numba_prefix.rules.softmax import LOG2_E, log_sum_exp, normalize, part_of_output, running_max, shift_of, weight
 
 
 def reshape_and_cache(key: Any, value: Any, key_cache: Any, value_cache: Any, slot_mapping: Any) -> None:
@@ -96,7 +96,11 @@ def merge_states(out_a: Any, lse_a: Any, out_b: Any, lse_b: Any) -> tuple[Any, A
     l_i = (alpha_a + alpha_b).astype(np.float32)
     heads = (*la.shape, a.shape[-1] if a.ndim == 3 else a.shape[1] // la.shape[1])
     with np.errstate(invalid="ignore", divide="ignore", over="ignore"):
-        total = sum(weighted(_widened(t).reshape(heads), alpha[..., None]) for t, alpha in ((a, alpha_a), (b, alpha_b)))
+        parts = ((a, sum_a, alpha_a), (b, sum_b, alpha_b))
+        total = sum(
+            part_of_output(_widened(t).reshape(heads), log_sum[..., None], alpha[..., None])
+            for t, log_sum, alpha in parts
+        )
         merged = normalize(total, l_i[..., None])
         lse = log_sum_exp(shift, l_i, F32_ONE)
     out = empty_like(a, a.shape, a.dtype)

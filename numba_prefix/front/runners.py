@@ -12,7 +12,7 @@ from numba_prefix.front.targets import cpu_target, cuda_target
 from numba_prefix.inputs.arrays import Tensor, as_numpy, bits, describe, empty_like
 from numba_prefix.inputs.lengths import check_block_ids
 from numba_prefix.inputs.problem import Operands, Problem, has_unit_stride, unit_stride
-from numba_prefix.planning import buffers
+from numba_prefix.planning import workspace as buffers
 from numba_prefix.planning.kv_runs import part_shift
 from numba_prefix.reference import oracle
 from numba_prefix.runtime import num_threads as threads

@@ -15,8 +15,8 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from numba_prefix.inputs.arrays import Tensor, as_numpy, bits, contiguous_strides, describe, overlaps
+from numba_prefix.inputs.mask_types import MaskType
 from numba_prefix.inputs.slopes import checked_slopes
-from numba_prefix.rules.masks import MaskType
 
 FLOAT_DTYPES = ("float16", "bfloat16", "float32")
 INTEGER_DTYPES = ("int8", "uint8", "int16", "uint16", "int32", "uint32", "int64", "uint64")

@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from numba_prefix.inputs.arrays import Tensor, as_numpy, describe
-from numba_prefix.rules.masks import MaskType
+from numba_prefix.inputs.mask_types import MaskType
 
 
 def checked_slopes(

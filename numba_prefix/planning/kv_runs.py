@@ -7,9 +7,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from numba_prefix.inputs.arrays import Tensor
+from numba_prefix.inputs.mask_types import MaskType
 from numba_prefix.inputs.problem import Problem
 from numba_prefix.inputs.slopes import slope_values
-from numba_prefix.rules.masks import MaskType, left_align_shift
+from numba_prefix.rules.masks import left_align_shift
 from numba_prefix.rules.tiling import END_RUN, FIRST_RUN, HELD_BEFORE, RUN_BEGIN, RUN_COLUMNS, RUN_END
 
 

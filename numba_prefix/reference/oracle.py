@@ -15,8 +15,8 @@ from numpy.typing import NDArray
 
 from numba_prefix.inputs.arrays import Tensor, bits, describe
 from numba_prefix.inputs.lengths import check_block_ids, check_held_blocks, check_lengths
+from numba_prefix.inputs.mask_types import MaskType
 from numba_prefix.inputs.problem import Operands, Problem, static_problem
-from numba_prefix.rules.masks import MaskType
 
 _SCORES_AT_ONCE = 1 << 20  # query rows are taken in blocks of about this many scores, which bounds memory
 _TEMPLATE_BLOCK = 128

@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from numba_prefix.rules.elementwise import F32_NEG_INF, F32_ZERO, exp2_scaled, log2, maximum, where
+from numba_prefix.rules.elementwise import F32_NEG_INF, F32_ZERO, exp2_scaled, log2, maximum, multiply_add, where
 
 LOG2_E = np.float32(1.4426950408889634)
 LN_2 = np.float32(0.6931471805599453)
@@ -39,9 +39,15 @@ def weight(score: Any, shift: Any, unit_log2: Any) -> Any:
     return exp2_scaled(score - shift, unit_log2)
 
 
-def weighted(out: Any, alpha: Any) -> Any:
-    """What a part weighs in a merged output: nothing where its factor is 0, even if it holds an infinity."""
-    return where(alpha == F32_ZERO, F32_ZERO, out * alpha)
+def add_part(total: Any, acc: Any, alpha: Any) -> Any:
+    """`total` and a part's values, brought to the common max by alpha. Where alpha underflows to 0, an infinity among them
+    becomes NaN, as it does where a weight underflows: it reaches every row that may see it, one way or the other."""
+    return multiply_add(acc, alpha, total)
+
+
+def part_of_output(out: Any, lse: Any, alpha: Any) -> Any:
+    """What the output of a part of the keys adds to a merged one; nothing for a part that saw nothing, whatever it holds."""
+    return where(lse == F32_NEG_INF, F32_ZERO, out * alpha)
 
 
 def normalize(acc: Any, l_i: Any) -> Any:

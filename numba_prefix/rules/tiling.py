@@ -1,9 +1,13 @@
 """How the work is cut: tiles, key ranges, page lookup, split keys and the work list. Pure integers, shared by all targets.
 
 A tile is up to block_m rows of one sequence and one kv head. Its rows are numbered through (query token, head of the group):
-row = q_idx * group_size + group_idx, so that all heads that read the same keys share them. A tile walks its keys block_n at
-a time; both sizes are the target's own, the first for each sequence. Everything here depends on one sequence alone, never on
-batch mates or threads, so that results do not either.
+row = q_idx * group_size + group_idx, so that all heads that read the same keys share them. A tile walks its keys in key tiles
+of up to block_n; both sizes are the target's own, the first for each sequence. Everything here depends on one sequence alone,
+never on batch mates or threads, so that results do not either.
+
+A row sees one interval of keys, visible_begin to visible_end. What a tile of rows does with a key follows from the four ends
+of visible_range: keys before `begin` and from `end` on are never touched; between `full_begin` and `full_end` every row sees
+every key; elsewhere each element is tested (masks.is_visible).
 
 A call may attend to a part of a sequence's keys, its held keys: runs of consecutive positions, in order, at least one run
 to a sequence (which may be empty). Held keys are counted by `kv_idx`, from 0 and without gaps; `kv_pos` is where one of
@@ -23,9 +27,10 @@ MIN_SPLIT_KEYS = 1024
 SEQUENCE, M_BLOCK, SPLIT_IDX, NUM_SPLITS, N_BEGIN, N_END, SPLIT_TILE, PARTIAL_OFFSET = range(8)
 WORK_COLUMNS = 8
 
-# Columns of the sequence table; TILE_ROWS is block_m
-Q_BEGIN, Q_LEN, KV_LEN, FIRST_RUN, END_RUN, TILE_ROWS = range(6)
-SEQUENCE_COLUMNS = 6
+# Columns of the sequence table; TILE_ROWS is block_m, LEFT and RIGHT are the keys that a row sees beside its own position
+Q_BEGIN, Q_LEN, KV_LEN, FIRST_RUN, END_RUN, TILE_ROWS, LEFT, RIGHT = range(8)
+SEQUENCE_COLUMNS = 8
+NO_LIMIT = 1 << 31  # of LEFT and RIGHT: more than any position
 
 # Columns of the table of runs: positions from RUN_BEGIN up to RUN_END, and the held keys of the sequence before them
 RUN_BEGIN, RUN_END, HELD_BEFORE = range(3)
@@ -71,11 +76,39 @@ def group_idx_of_row(row: Any, group_size: Any) -> Any:
     return row % group_size
 
 
-def n_end_of_rows(is_causal: Any, last_row: Any, group_size: Any, q_len: Any, kv_len: Any) -> Any:
-    """One past the last key that any row up to last_row may see."""
-    if is_causal:
-        return kv_len - q_len + q_idx_of_row(last_row, group_size) + 1
-    return kv_len
+def q_pos_of_row(sequence: Any, row: Any, group_size: Any) -> Any:
+    return sequence[KV_LEN] - sequence[Q_LEN] + q_idx_of_row(row, group_size)
+
+
+def visible_begin(sequence: Any, q_pos: Any) -> Any:
+    """The first key that the query at q_pos sees."""
+    return max(0, q_pos - sequence[LEFT])
+
+
+def visible_end(sequence: Any, q_pos: Any) -> Any:
+    """One past the last key that the query at q_pos sees."""
+    return min(sequence[KV_LEN], q_pos + sequence[RIGHT] + 1)
+
+
+def visible_range(sequence: Any, first_pos: Any, last_pos: Any) -> Any:
+    """begin, full_begin, full_end, end of rows at positions first_pos to last_pos; full_begin may lie past full_end."""
+    return (
+        visible_begin(sequence, first_pos),
+        visible_begin(sequence, last_pos),
+        visible_end(sequence, first_pos),
+        visible_end(sequence, last_pos),
+    )
+
+
+def keys_between(begin: Any, end: Any, kv_pos: Any, num_keys: Any) -> Any:
+    """Which keys of a key tile at kv_pos lie between two ends of visible_range: the first and one past the last, counted from
+    the tile's first. None where the first is not before the last."""
+    return max(0, begin - kv_pos), min(num_keys, end - kv_pos)
+
+
+def is_edge(full_begin: Any, full_end: Any, kv_pos: Any, num_keys: Any) -> Any:
+    """Whether some row does not see all of num_keys keys from kv_pos on."""
+    return kv_pos < full_begin or kv_pos + num_keys > full_end
 
 
 def last_run(runs: Any, sequence: Any, column: Any, limit: Any) -> Any:
@@ -102,24 +135,18 @@ def last_held(runs: Any, sequence: Any, kv_pos: Any) -> Any:
     return min(kv_pos, runs[last_run(runs, sequence, RUN_BEGIN, kv_pos), RUN_END] - 1)
 
 
-def run_of_key(runs: Any, sequence: Any, kv_idx: Any) -> Any:
-    return last_run(runs, sequence, HELD_BEFORE, kv_idx)
+def key_tile(runs: Any, sequence: Any, kv_idx: Any, n_end: Any, block_n: Any) -> Any:
+    """Position of the key kv_idx, and how many keys from it on are walked as one tile: up to block_n consecutive positions,
+    none from n_end on."""
+    run = last_run(runs, sequence, HELD_BEFORE, kv_idx)
+    kv_pos = runs[run, RUN_BEGIN] + kv_idx - runs[run, HELD_BEFORE]
+    return kv_pos, max(0, min(block_n, runs[run, RUN_END] - kv_pos, n_end - kv_idx))
 
 
-def kv_pos_of_key(runs: Any, run: Any, kv_idx: Any) -> Any:
-    return runs[run, RUN_BEGIN] + kv_idx - runs[run, HELD_BEFORE]
-
-
-def keys_in_block(runs: Any, run: Any, kv_idx: Any, n_end: Any, block_n: Any) -> Any:
-    """Keys from kv_idx on, one of `run`, that are walked at once: consecutive positions, none from n_end on."""
-    left_of_run = runs[run, RUN_END] - kv_pos_of_key(runs, run, kv_idx)
-    return max(0, min(block_n, left_of_run, n_end - kv_idx))
-
-
-def num_splits_of_tile(m_blocks: Any, n_end: Any) -> Any:
-    """How many work items share the n_end keys of a tile; m_blocks: how many tiles of split_m rows its sequence makes."""
+def num_splits_of_tile(m_blocks: Any, num_keys: Any) -> Any:
+    """How many work items share the keys of a tile; m_blocks: how many tiles of split_m rows its sequence makes."""
     wanted = ceil_div(MIN_HEAD_ITEMS, m_blocks)
-    return max(1, min(wanted, n_end // MIN_SPLIT_KEYS))
+    return max(1, min(wanted, num_keys // MIN_SPLIT_KEYS))
 
 
 def is_never_split(rows: Any, kv_len: Any, split_m: Any) -> Any:
@@ -127,10 +154,10 @@ def is_never_split(rows: Any, kv_len: Any, split_m: Any) -> Any:
     return (rows > split_m * (MIN_HEAD_ITEMS - 1)) | (kv_len < 2 * MIN_SPLIT_KEYS)
 
 
-def split_begin(n_end: Any, num_splits: Any, split_idx: Any, block_n: Any) -> Any:
-    """First key of a split; splits are whole key blocks, and split num_splits begins at n_end."""
-    num_blocks = ceil_div(n_end, block_n)
-    return min(n_end, num_blocks * split_idx // num_splits * block_n)
+def split_begin(n_begin: Any, n_end: Any, num_splits: Any, split_idx: Any, block_n: Any) -> Any:
+    """First key of a split of the keys n_begin to n_end; splits are whole key tiles, and split num_splits begins at n_end."""
+    num_tiles = ceil_div(n_end - n_begin, block_n)
+    return min(n_end, n_begin + num_tiles * split_idx // num_splits * block_n)
 
 
 def logical_block_of(kv_pos: Any, block_size: Any) -> Any:
@@ -159,76 +186,55 @@ def cost_bucket(rows: Any, num_keys: Any) -> Any:
     return min(COST_BUCKETS - 1, doublings * 8 + eighth)
 
 
-def count_work(
-    sequences: Any,
-    runs: Any,
-    group_size: Any,
-    head_size: Any,
-    is_causal: Any,
-    split_m: Any,
-    block_n: Any,
-    totals: Any,
-) -> None:
-    """From sequences int64 [batch, SEQUENCE_COLUMNS] and runs int64 [runs, RUN_COLUMNS], fills totals int64
-    [3 + COST_BUCKETS]: entries of the work list, split tiles, float32 of split state (the latter two
-    for one kv head each), and the number of entries in each cost bucket."""
-    totals[:] = 0
-    for b in range(sequences.shape[0]):
-        q_len, kv_len, block_m = sequences[b, Q_LEN], sequences[b, KV_LEN], sequences[b, TILE_ROWS]
-        split_blocks = num_m_blocks(q_len, group_size, split_m)
-        for m_block in range(num_m_blocks(q_len, group_size, block_m)):
-            rows = rows_in_tile(q_len, group_size, m_block, block_m)
-            seen = n_end_of_rows(is_causal, m_block * block_m + rows - 1, group_size, q_len, kv_len)
-            n_end = num_held_before(runs, sequences[b], seen)
-            num_splits = num_splits_of_tile(split_blocks, n_end)
-            totals[0] += num_splits
-            if num_splits > 1:
-                totals[1] += 1
-                totals[2] += num_splits * partial_floats(rows, head_size)
-            for split_idx in range(num_splits):
-                n_begin = split_begin(n_end, num_splits, split_idx, block_n)
-                n_stop = split_begin(n_end, num_splits, split_idx + 1, block_n)
-                totals[3 + cost_bucket(rows, n_stop - n_begin)] += 1
-
-
-def fill_work(
-    sequences: Any,
-    runs: Any,
-    group_size: Any,
-    kv_head_num: Any,
-    head_size: Any,
-    is_causal: Any,
-    split_m: Any,
-    block_n: Any,
-    totals: Any,
+def cut_tiles(
+    sequences: Any, runs: Any, group_size: Any, kv_head_num: Any, head_size: Any, split_m: Any, block_n: Any, totals: Any,
     work: Any,
-) -> None:
-    """Fills work int64 [entries, WORK_COLUMNS], the costliest bucket first; uses totals as count_work left it, and its
-    buckets up. PARTIAL_OFFSET counts float32 for all kv heads of the tiles before."""
-    place = 0
-    for bucket in range(COST_BUCKETS - 1, -1, -1):
-        count = totals[3 + bucket]
-        totals[3 + bucket] = place
-        place += count
+) -> None:  # fmt: skip
+    """Cuts the work of a call into entries of the work list, called twice: to count them, then to fill the list.
+
+    sequences  int64 [batch, SEQUENCE_COLUMNS]
+    runs       int64 [runs, RUN_COLUMNS]
+    totals     int64 [3 + COST_BUCKETS]: entries, split tiles and float32 of split state (the latter two for one kv head
+               each), then the entries of each cost bucket; filled with an empty work list, else read and used up
+    work       int64 [entries, WORK_COLUMNS], or [0, WORK_COLUMNS] to count. The costliest bucket comes first.
+               PARTIAL_OFFSET counts float32 for all kv heads of the tiles before
+    """
+    is_counting = work.shape[0] == 0
+    if is_counting:
+        totals[:] = 0
+    else:
+        place = 0
+        for bucket in range(COST_BUCKETS + 2, 2, -1):
+            count = totals[bucket]
+            totals[bucket] = place
+            place += count
     split_tile, offset = 0, 0
     for b in range(sequences.shape[0]):
-        q_len, kv_len, block_m = sequences[b, Q_LEN], sequences[b, KV_LEN], sequences[b, TILE_ROWS]
+        sequence = sequences[b]
+        q_len, block_m = sequence[Q_LEN], sequence[TILE_ROWS]
         split_blocks = num_m_blocks(q_len, group_size, split_m)
         for m_block in range(num_m_blocks(q_len, group_size, block_m)):
             rows = rows_in_tile(q_len, group_size, m_block, block_m)
-            seen = n_end_of_rows(is_causal, m_block * block_m + rows - 1, group_size, q_len, kv_len)
-            n_end = num_held_before(runs, sequences[b], seen)
-            num_splits = num_splits_of_tile(split_blocks, n_end)
+            first_pos = q_pos_of_row(sequence, m_block * block_m, group_size)
+            last_pos = q_pos_of_row(sequence, m_block * block_m + rows - 1, group_size)
+            begin, _, _, end = visible_range(sequence, first_pos, last_pos)
+            n_begin, n_end = num_held_before(runs, sequence, begin), num_held_before(runs, sequence, end)
+            num_splits = num_splits_of_tile(split_blocks, n_end - n_begin)
             for split_idx in range(num_splits):
-                n_begin = split_begin(n_end, num_splits, split_idx, block_n)
-                n_stop = split_begin(n_end, num_splits, split_idx + 1, block_n)
-                bucket = 3 + cost_bucket(rows, n_stop - n_begin)
-                entry = work[totals[bucket]]
+                split_first = split_begin(n_begin, n_end, num_splits, split_idx, block_n)
+                split_end = split_begin(n_begin, n_end, num_splits, split_idx + 1, block_n)
+                bucket = 3 + cost_bucket(rows, split_end - split_first)
+                if not is_counting:
+                    entry = work[totals[bucket]]
+                    entry[SEQUENCE], entry[M_BLOCK] = b, m_block
+                    entry[SPLIT_IDX], entry[NUM_SPLITS] = split_idx, num_splits
+                    entry[N_BEGIN], entry[N_END] = split_first, split_end
+                    entry[SPLIT_TILE], entry[PARTIAL_OFFSET] = split_tile, offset
                 totals[bucket] += 1
-                entry[SEQUENCE], entry[M_BLOCK] = b, m_block
-                entry[SPLIT_IDX], entry[NUM_SPLITS] = split_idx, num_splits
-                entry[N_BEGIN], entry[N_END] = n_begin, n_stop
-                entry[SPLIT_TILE], entry[PARTIAL_OFFSET] = split_tile, offset
             if num_splits > 1:
                 split_tile += 1
                 offset += num_splits * kv_head_num * partial_floats(rows, head_size)
+            if is_counting:
+                totals[0] += num_splits
+    if is_counting:
+        totals[1], totals[2] = split_tile, offset // kv_head_num

@@ -14,9 +14,9 @@ from numba_prefix.front.operation import Context, Op
 from numba_prefix.front.targets import cuda_target
 from numba_prefix.inputs.arrays import bits, describe
 from numba_prefix.inputs.lengths import check_lengths
+from numba_prefix.inputs.mask_types import MaskType, alibi_slopes
 from numba_prefix.inputs.problem import FLOAT_DTYPES, Problem, static_problem
 from numba_prefix.reference.oracle import Budget, budget, naive, reference
-from numba_prefix.rules.masks import MaskType, alibi_slopes
 
 _NAN_BITS = {"float16": 0x7E00, "bfloat16": 0x7FC0}
 _SPARE_BLOCKS = 2  # that no table names

@@ -8,8 +8,8 @@ from typing import Any
 
 from numba_prefix.front.operation import Context, Op
 from numba_prefix.front.targets import cpu_target
+from numba_prefix.inputs.mask_types import MaskType
 from numba_prefix.inputs.problem import FLOAT_DTYPES, MAX_HEAD_SIZE
-from numba_prefix.rules.masks import MaskType
 from numba_prefix.verify.testing import Inputs, random_inputs
 
 HEAD_SIZES = (64, 128)

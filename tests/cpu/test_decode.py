@@ -10,8 +10,7 @@ import pytest
 from cases import MASK_FORMS, check, make_case, repaged, run, same_bits, select, to_numpy, with_mask
 
 import numba_prefix as nbp
-from numba_prefix.cpu import target
-from numba_prefix.cpu.kernel import params as c
+from numba_prefix.cpu import plan
 
 Q_LEN = (1, 2) * 20
 KV_LEN = tuple(2 + 53 * i % 290 for i in range(39)) + (2200,)  # the last is split
@@ -28,7 +27,7 @@ def item_heads(case: Any, num_threads: int) -> int:
         case.query, case.key, case.value, case.block_tables, None, case.seq_len, case.kv_seq_len, None, "causal",
         case.query.shape[1], case.key.shape[2], case.qk_scale, np.empty_like(case.query), nbp.Context("cpu", num_threads),
     )  # fmt: skip
-    return int(op._runner._plan.template[c.ITEM_HEADS])
+    return int(op._runner._plan.params["item_heads"])
 
 
 def test_how_many() -> None:
@@ -36,7 +35,7 @@ def test_how_many() -> None:
     assert item_heads(select(case_of(), [0]), 1) == 1
     assert item_heads(make_case((1,) * 64, (20,) * 64, head_num=48, kv_head_num=24), 1) == 8
     assert item_heads(make_case((1,) * 63 + (5,), (20,) * 64, head_num=48, kv_head_num=24), 1) == 1
-    assert [target._item_heads(entries, 6, 2) for entries in (2, 3, 6, 8, 15, 16)] == [1, 1, 2, 3, 3, 6]
+    assert [plan._item_heads(entries, 6, 2) for entries in (2, 3, 6, 8, 15, 16)] == [1, 1, 2, 3, 3, 6]
 
 
 @pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])

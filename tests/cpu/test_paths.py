@@ -24,13 +24,15 @@ from commands import fail, succeed
 from processes import ROOT, SCRIPTS, TESTS, environment, run_script
 
 import numba_prefix as nbp
-from numba_prefix.cpu import heights, isa, target
+from numba_prefix.cpu import isa, plan, self_test, target
+from numba_prefix.cpu.paths import PATHS, VECTOR, amx, by_name
 from numba_prefix.cpu.simd import features
 from numba_prefix.inputs.problem import FLOAT_DTYPES, Problem
 
 X86 = pytest.mark.skipif(platform.machine().lower() not in ("x86_64", "amd64"), reason="x86 CPUs")
 NOT_A_CHILD = pytest.mark.skipif("NUMBA_CPU_NAME" in os.environ, reason="such a process is one of these tests")
-FASTER = [path for path in isa.PATHS if path != isa.VECTOR]
+NAMES = tuple(path.name for path in PATHS)
+FASTER = [path.name for path in PATHS if path is not VECTOR]
 SUITES = (
     *(
         "semantics/test_semantics.py",
@@ -75,7 +77,7 @@ def some_machine(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     """Has the paths that a test says, others not."""
 
     def has(*paths: str) -> None:
-        monkeypatch.setattr(isa, "_lacking", lambda path: "" if path in paths else f"no {path} here")
+        monkeypatch.setattr(isa, "_missing", lambda path: "" if path.name in paths else f"no {path.name} here")
         monkeypatch.setattr(isa, "_wrong", {})
         isa._best_from.cache_clear()
 
@@ -90,19 +92,19 @@ class TestChoice:
         [
             (("vector",), {"bfloat16": "vector", "float16": "vector", "float32": "vector"}),
             (("avx512_bf16", "vector"), {"bfloat16": "avx512_bf16", "float16": "vector", "float32": "vector"}),
-            (isa.PATHS, {"bfloat16": "amx", "float16": "amx", "float32": "vector"}),
+            (NAMES, {"bfloat16": "amx", "float16": "amx", "float32": "vector"}),
         ],
     )
     def test_best_of_the_machine(self, some_machine: Any, paths: tuple[str, ...], expected: dict[str, str]) -> None:
         some_machine(*paths)
-        assert {dtype: isa.path_of(dtype) for dtype in FLOAT_DTYPES} == expected
+        assert {dtype: isa.path_of(dtype).name for dtype in FLOAT_DTYPES} == expected
 
     def test_forced(self, some_machine: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-        some_machine(*isa.PATHS)
+        some_machine(*NAMES)
         monkeypatch.setenv(isa.VARIABLE, "avx512_bf16")
-        assert [isa.path_of(dtype) for dtype in ("bfloat16", "float16")] == ["avx512_bf16", "vector"]
+        assert [isa.path_of(dtype).name for dtype in ("bfloat16", "float16")] == ["avx512_bf16", "vector"]
         monkeypatch.setenv(isa.VARIABLE, " vector ")
-        assert {isa.path_of(dtype) for dtype in FLOAT_DTYPES} == {"vector"}
+        assert {isa.path_of(dtype).name for dtype in FLOAT_DTYPES} == {"vector"}
 
     @pytest.mark.parametrize(
         ("forced", "message"),
@@ -122,56 +124,60 @@ class TestChoice:
             assert message in fail(capsys, command)
 
     def test_a_path_that_is_wrong_here_is_given_up(self, some_machine: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-        some_machine(*isa.PATHS)
+        some_machine(*NAMES)
         right = target.make_ready
 
-        def make_ready(path: str) -> bool:
-            if path == "vector":
+        def make_ready(path: Any) -> bool:
+            if path is VECTOR:
                 return right(path)
             isa.give_up(path, "it computes wrong results on this machine")
             return False
 
         monkeypatch.setattr(target, "make_ready", make_ready)
-        assert target._ready_path("bfloat16") == "vector"
-        assert isa.obstacle("amx") == isa.obstacle("avx512_bf16") == "it computes wrong results on this machine"
+        assert target._ready_path("bfloat16") is VECTOR
+        assert (
+            isa.obstacle(by_name("amx"))
+            == isa.obstacle(by_name("avx512_bf16"))
+            == "it computes wrong results on this machine"
+        )
 
     def test_a_wrong_result_is_noticed(self, monkeypatch: pytest.MonkeyPatch) -> None:
         """The probe's own problem, through path vector: right as it is, wrong with every output a bit off."""
         right = target._compute
 
         def compute(*arguments: Any) -> None:
-            right("vector", *arguments)
+            right(VECTOR, *arguments)
 
         def compute_wrong(problem: Any, operands: Any, *lengths: Any) -> None:
             compute(problem, operands, *lengths)
             operands.out.owner[-1] ^= 0x0020
 
         for dtype in ("bfloat16", "float16"):
-            assert target.probe.is_right(dtype, compute)
-            assert not target.probe.is_right(dtype, compute_wrong)
+            assert self_test.is_right(dtype, compute)
+            assert not self_test.is_right(dtype, compute_wrong)
 
     def test_no_permission_for_what_the_cpu_lacks(self) -> None:
         cpuinfo = Path("/proc/cpuinfo")
         has_tiles = cpuinfo.exists() and "amx_tile" in cpuinfo.read_text()
-        assert isa._is_permitted() <= has_tiles
+        assert amx.is_permitted() <= has_tiles
 
     def test_only_amx_asks_the_system(self, monkeypatch: pytest.MonkeyPatch) -> None:
         asked: list[int] = []
         monkeypatch.setattr(features, "has_tiles", lambda: True)
         monkeypatch.setattr(features, "has_pairs", lambda: True)
-        monkeypatch.setattr(isa, "_is_permitted", lambda: bool(asked.append(1)))
-        isa._lacking.cache_clear()
+        monkeypatch.setattr(amx, "is_permitted", lambda: bool(asked.append(1)))
+        isa._missing.cache_clear()
         isa._best_from.cache_clear()
         try:
-            assert isa.path_of("float32") == "vector"
+            assert isa.path_of("float32").name == "vector"
             monkeypatch.setenv(isa.VARIABLE, "avx512_bf16")
-            assert isa.path_of("bfloat16") == "avx512_bf16"
+            assert isa.path_of("bfloat16").name == "avx512_bf16"
             assert asked == []
             monkeypatch.delenv(isa.VARIABLE)
-            assert isa.path_of("bfloat16") == "avx512_bf16"
+            assert isa.path_of("bfloat16").name == "avx512_bf16"
             assert asked == [1]
         finally:
-            isa._lacking.cache_clear()
+            isa._missing.cache_clear()
             isa._best_from.cache_clear()
 
     def test_features_are_those_that_code_is_compiled_with(self, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -210,8 +216,8 @@ class TestChoice:
         problem = Problem("bfloat16", sum(q_len), len(q_len), 8, 8, 128, 9, 128, 999, nbp.MaskType.CAUSAL_MASK, "none",
                           None, 0, False, 1.0)  # fmt: skip
         lengths = np.array(q_len), np.array(kv_len)
-        assert tuple(heights.tile_rows("amx", problem, *lengths, num_threads)) == expected
-        assert heights.tile_rows("vector", problem, *lengths, num_threads).max() <= 256
+        assert tuple(plan.tile_rows(by_name("amx"), problem, *lengths, num_threads)) == expected
+        assert plan.tile_rows(VECTOR, problem, *lengths, num_threads).max() <= 256
 
     def test_scales_that_make_scores_of_tiny_products(self) -> None:
         """Whatever the path: 2**-132 times 2**127."""
@@ -244,10 +250,10 @@ class TestResults:
         case = make_case((530, 40, 9), (1100, 513, 1024), head_num=8, kv_head_num=8, head_size=16, dtype=dtype)
         check(case, "cpu")
         tall = run(case, "cpu")
-        monkeypatch.setattr(heights, "HEIGHTS", dict.fromkeys(isa.PATHS, ()))
-        target._kept_plan.cache_clear()
+        monkeypatch.setattr(plan, "FLOPS_PER_VISIT", 0.0)  # no tile is short enough
+        plan._kept_plan.cache_clear()
         same_bits(run(case, "cpu"), tall)
-        target._kept_plan.cache_clear()
+        plan._kept_plan.cache_clear()
 
     @pytest.mark.parametrize("form", MASK_FORMS)
     def test_masks(self, dtype: str, form: str) -> None:
@@ -255,9 +261,9 @@ class TestResults:
 
     def test_takes_the_forced_path(self, dtype: str) -> None:
         forced = os.environ.get(isa.VARIABLE, "")
-        if forced in FASTER and dtype in isa.DTYPES[forced]:
-            assert target._ready_path(dtype) == forced
-        assert f"path {target._ready_path(dtype)} on " in reason_of(dtype)
+        if forced in FASTER and dtype in by_name(forced).dtypes:
+            assert target._ready_path(dtype).name == forced
+        assert f"path {target._ready_path(dtype).name} on " in reason_of(dtype)
 
     @pytest.mark.parametrize("where", ["key", "value"])
     @pytest.mark.parametrize("special", [np.nan, np.inf, -np.inf])

@@ -20,8 +20,8 @@ from numba_prefix.cuda.compile import cubins, prebuild
 from numba_prefix.cuda.compile.compiler import Compiled
 from numba_prefix.cuda.kernel.choice import family_of, head_dim_of, merge_of
 from numba_prefix.cuda.kernel.spec import BIASES, HEAD_DIMS, KernelSpec
+from numba_prefix.inputs.mask_types import MaskType
 from numba_prefix.inputs.problem import FLOAT_DTYPES
-from numba_prefix.rules.masks import MaskType
 
 PLAIN = (MaskType.CAUSAL_MASK, MaskType.NONE)
 ONE = ("--cc", "8.0", "--dtypes", "float16", "--head-sizes", "64", "--mask-types", "causal")

@@ -11,8 +11,8 @@ import pytest
 
 from numba_prefix.inputs.arrays import Tensor, as_numpy, bits
 from numba_prefix.inputs.lengths import bad_block_error, check_block_ids, check_lengths
+from numba_prefix.inputs.mask_types import MaskType
 from numba_prefix.inputs.problem import Operands, Problem, static_problem, unit_stride
-from numba_prefix.rules.masks import MaskType
 
 FORM = re.compile(r"^[a-z_]+: got .+, expected .+", re.DOTALL)
 TOKENS, HEADS, KV_HEADS, HEAD_SIZE, BLOCKS, BLOCK_SIZE, BATCH, WIDTH = 5, 4, 2, 8, 6, 3, 2, 3

@@ -16,6 +16,15 @@ from numba_prefix.rules.elementwise import exp2_scaled, log2, maximum, where
 
 F32 = np.float32
 POSITIONS = st.integers(0, 1 << 22)
+# Keys seen before or after the own position
+LIMIT = st.just(tiling.NO_LIMIT) | st.integers(0, 30)
+BESIDE = st.tuples(st.just(tiling.NO_LIMIT) | st.integers(0, 300), st.just(tiling.NO_LIMIT) | st.integers(0, 300))
+
+
+def sequence_of(q_len: int, kv_len: int, left: int, right: int) -> np.ndarray:
+    sequence = np.zeros(tiling.SEQUENCE_COLUMNS, np.int64)
+    sequence[[tiling.Q_LEN, tiling.KV_LEN, tiling.LEFT, tiling.RIGHT]] = q_len, kv_len, left, right
+    return sequence
 
 
 @given(q_pos=POSITIONS, behind=POSITIONS, slope=st.floats(0, 4, width=32))
@@ -38,11 +47,33 @@ def test_template_place(q_pos: int, behind: int) -> None:
     assert masks.heads_mask_row(np.int32(q_pos), np.int32(kv_pos)) == q_pos - 128 * n
 
 
-def test_visibility() -> None:
-    q_pos, kv_pos = np.arange(3)[:, None] + 2, np.arange(5)[None]
-    causal = masks.is_visible(kv_pos, masks.last_visible(True, q_pos, 5))
-    assert causal.sum(axis=1).tolist() == [3, 4, 5]
-    assert masks.is_visible(kv_pos, masks.last_visible(False, q_pos, 5)).all()
+@given(
+    q_len=st.integers(1, 12),
+    prefix=st.integers(0, 12),
+    left=LIMIT,
+    right=LIMIT,
+    rows=st.data(),
+    tile=st.integers(0, 30),
+)
+def test_visible_range(q_len: int, prefix: int, left: int, right: int, rows: st.DataObject, tile: int) -> None:
+    """The four ends against every row and key: what is never touched nobody sees, what is full everybody sees."""
+    kv_len = prefix + q_len
+    sequence = sequence_of(q_len, kv_len, left, right)
+    first = rows.draw(st.integers(0, q_len - 1))
+    last = rows.draw(st.integers(first, q_len - 1))
+    kv_pos = np.arange(kv_len)
+    seen = np.array([(kv_pos >= p - left) & (kv_pos <= p + right) for p in range(prefix + first, prefix + last + 1)])
+    begin, full_begin, full_end, end = tiling.visible_range(sequence, prefix + first, prefix + last)
+    np.testing.assert_array_equal(seen.any(axis=0), (kv_pos >= begin) & (kv_pos < end))
+    np.testing.assert_array_equal(seen.all(axis=0), (kv_pos >= full_begin) & (kv_pos < full_end))
+    own = [(tiling.visible_begin(sequence, p), tiling.visible_end(sequence, p)) for p in range(kv_len - q_len, kv_len)]
+    for (row_begin, row_end), row in zip(own[first : last + 1], seen, strict=True):
+        np.testing.assert_array_equal(row, masks.is_visible(kv_pos, row_begin, row_end))
+    at, count = min(tile, kv_len - 1), min(4, kv_len - min(tile, kv_len - 1))
+    inner, stop = tiling.keys_between(begin, end, at, count)
+    keys = kv_pos[at : at + count]
+    assert keys[inner:stop].tolist() == keys[seen[:, keys].any(axis=0)].tolist()
+    assert tiling.is_edge(full_begin, full_end, at, count) == (not seen[:, keys].all())
 
 
 @given(st.lists(st.floats(-1e5, 1e5, width=32) | st.just(-math.inf), min_size=1, max_size=30), st.integers(1, 7))
@@ -123,9 +154,7 @@ def test_runs_walk_the_held_keys(problem: tuple[list[tuple[int, int]], np.ndarra
         first, n_end = len(expected) // 3, len(expected) - len(expected) // 4
         kv_idx, walked = first, []
         while kv_idx < n_end:
-            run = tiling.run_of_key(runs, sequences[b], kv_idx)
-            kv_pos = tiling.kv_pos_of_key(runs, run, kv_idx)
-            count = tiling.keys_in_block(runs, run, kv_idx, n_end, block_n)
+            kv_pos, count = tiling.key_tile(runs, sequences[b], kv_idx, n_end, block_n)
             assert 1 <= count <= block_n
             walked += range(kv_pos, kv_pos + count)
             kv_idx += count
@@ -141,13 +170,13 @@ def test_runs_walk_the_held_keys(problem: tuple[list[tuple[int, int]], np.ndarra
 TILES = st.sampled_from([(128, 128), (128, 64), (64, 64), (64, 32), (16, 128)])  # block_m, block_n
 
 
-@given(held(), st.integers(1, 9), st.integers(1, 5), st.integers(1, 256), st.booleans(), TILES)
+@given(held(), st.integers(1, 9), st.integers(1, 5), st.integers(1, 256), BESIDE, TILES)
 def test_work_list_covers_every_pair_once(
     problem: tuple[list[tuple[int, int]], np.ndarray | None, int],
     group_size: int,
     kv_heads: int,
     head_size: int,
-    is_causal: bool,
+    beside: tuple[int, int],
     tile: tuple[int, int],
 ) -> None:
     """Entries tile (row, held key) space without a gap or an overlap, costliest bucket first, with room for every split;
@@ -157,10 +186,13 @@ def test_work_list_covers_every_pair_once(
     sequences = table_of(lengths, block_m)
     runs, _ = add_runs(sequences, sequences[:, tiling.KV_LEN], blocks, block_size)
     totals = np.zeros(3 + tiling.COST_BUCKETS, np.int64)
-    tiling.count_work(sequences, runs, group_size, head_size, is_causal, *tile, totals)
+    sequences[:, tiling.LEFT], sequences[:, tiling.RIGHT] = beside
+    nothing = np.empty((0, tiling.WORK_COLUMNS), np.int64)
+    tiling.cut_tiles(sequences, runs, group_size, kv_heads, head_size, *tile, totals, nothing)
     entries, split_tiles, partial_f32 = totals[:3].tolist()
     work = np.full((entries, tiling.WORK_COLUMNS), -1, np.int64)
-    tiling.fill_work(sequences, runs, group_size, kv_heads, head_size, is_causal, *tile, totals, work)
+    if entries:
+        tiling.cut_tiles(sequences, runs, group_size, kv_heads, head_size, *tile, totals, work)
     covered: dict[tuple[int, int], list[tuple[int, int]]] = {}
     costs, partials = [], set()
     for entry in work.tolist():
@@ -180,12 +212,13 @@ def test_work_list_covers_every_pair_once(
     assert all(a[1] <= b[0] for a, b in itertools.pairwise(ends))
     for (b, m_block), ranges in covered.items():
         q_len, kv_len = lengths[b]
-        last_row = min(q_len * group_size, (m_block + 1) * block_m) - 1
-        seen = kv_len - q_len + last_row // group_size + 1 if is_causal else kv_len
+        first_row, last_row = m_block * block_m, min(q_len * group_size, (m_block + 1) * block_m) - 1
+        begin = kv_len - q_len + first_row // group_size - beside[0]
+        end = kv_len - q_len + last_row // group_size + beside[1] + 1
         edges = sorted(ranges)
-        assert edges[0][0] == 0
         pos = held_positions(kv_len, None if blocks is None else blocks[b], block_size)
-        assert edges[-1][1] == np.count_nonzero(pos < seen)
+        assert edges[0][0] == np.count_nonzero(pos < begin)
+        assert edges[-1][1] == np.count_nonzero(pos < min(end, kv_len))
         assert all(a[1] == b[0] for a, b in itertools.pairwise(edges))
     expected = {(b, m) for b, (q, _) in enumerate(lengths) for m in range(-(-q * group_size // block_m))}
     assert set(covered) == expected

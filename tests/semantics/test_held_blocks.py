@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 import numba_prefix as nbp
 from numba_prefix.front.encoder import plan_partial
 from numba_prefix.front.operation import Context
+from numba_prefix.inputs.mask_types import MaskType
 from numba_prefix.reference.oracle import budget, naive, reference
-from numba_prefix.rules.masks import MaskType
 
 # Decode and prefill rows, an empty sequence, one long enough for its keys to be split, and one of many tiles.
 Q_LEN, KV_LEN = [1, 5, 0, 1, 40], [70, 300, 9, 2500, 170]

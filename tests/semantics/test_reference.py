@@ -9,8 +9,8 @@ from typing import Any
 import numpy as np
 import pytest
 
+from numba_prefix.inputs.mask_types import alibi_mask, alibi_slopes
 from numba_prefix.reference.oracle import _rounded, budget, naive, reference
-from numba_prefix.rules.masks import alibi_mask, alibi_slopes
 
 NAN, INF = float("nan"), float("inf")
 

@@ -11,8 +11,8 @@ import ml_dtypes
 import numpy as np
 
 import numba_prefix as nbp
+from numba_prefix.inputs.mask_types import MaskType
 from numba_prefix.reference.oracle import budget, naive, reference
-from numba_prefix.rules.masks import MaskType
 
 DTYPES: dict[str, Any] = {"float16": np.float16, "bfloat16": ml_dtypes.bfloat16, "float32": np.float32}
 ALIBI = ("alibi", "alibi_sqrt", "alibi_left_align")

@@ -13,10 +13,11 @@ import numpy as np
 from numba_prefix.cpu import isa
 from numba_prefix.cpu.compile import cache
 from numba_prefix.cpu.compile.jit import inline, part
+from numba_prefix.cpu.paths import PATHS, Path, amx, avx512_bf16
 from numba_prefix.cpu.simd import amx_tiles, bf16_pairs
 from numba_prefix.cpu.simd.lanes import call, constant, f32x16, i32x16
-from numba_prefix.cpu.simd.memory import fma, load1_i32, load_f32, load_i32, splat_f32, splat_i32, store_f32
-from numba_prefix.rules.elementwise import where
+from numba_prefix.cpu.simd.memory import load1_i32, load_f32, load_i32, splat_f32, splat_i32, store_f32
+from numba_prefix.rules.elementwise import multiply_add, where
 
 TILE = 1024
 MEMORY = np.full(amx_tiles.NUM_TILES * TILE, 0xFF, np.uint8)  # NaN: a tile that is used before it is loaded shows
@@ -57,8 +58,8 @@ def tile_dot(c: Any, a: Any, b: Any) -> None:
             pair = splat_i32(np.int64(load1_i32(BASE + TILE * a + 64 * row + 4 * k)))
             pairs = load_i32(BASE + TILE * b + 64 * k)
             first, second = flushed(bf16_pairs.first_of_pairs(pair)), flushed(bf16_pairs.second_of_pairs(pair))
-            firsts = flushed(fma(first, flushed(bf16_pairs.first_of_pairs(pairs)), firsts))
-            seconds = flushed(fma(second, flushed(bf16_pairs.second_of_pairs(pairs)), seconds))
+            firsts = flushed(multiply_add(first, flushed(bf16_pairs.first_of_pairs(pairs)), firsts))
+            seconds = flushed(multiply_add(second, flushed(bf16_pairs.second_of_pairs(pairs)), seconds))
         store_f32(at, flushed(flushed(load_f32(at)) + flushed(firsts + seconds)))
 
 
@@ -80,16 +81,16 @@ def dot_pairs(builder: Any, total: Any, column: Any, scalar: Any) -> Any:
     return total
 
 
-def is_real(path: str) -> bool:
+def is_real(path: Path) -> bool:
     return isa.obstacle(path) == ""
 
 
 def install() -> None:
     """Before anything asks for a path. Real ones stay real; kernels of the others are not kept on disk."""
-    lacking = {path for path in isa.PATHS if not is_real(path)}
-    if isa.AVX512_BF16 in lacking:
+    lacking = {path for path in PATHS if not is_real(path)}
+    if avx512_bf16.PATH in lacking:
         bf16_pairs.dot_pairs = dot_pairs
-    if isa.AMX in lacking:
+    if amx.PATH in lacking:
         for name, function in {
             "tile_zero": tile_zero,
             "tile_load": tile_load,
@@ -99,10 +100,10 @@ def install() -> None:
             "leave_tiles": nothing,
         }.items():
             setattr(amx_tiles, name, function)
-    isa._lacking = lambda path: ""
+    isa._missing = lambda path: ""
     isa._best_from.cache_clear()
     save, load = cache.KernelCache.save_overload, cache.KernelCache.load_overload
-    imitated = {f"drain_{path}" for path in lacking}
+    imitated = {f"drain_{path.name}" for path in lacking}
 
     def save_real(self: Any, *arguments: Any) -> None:
         if self.name not in imitated:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable
+from types import FunctionType
 from typing import Any
 
 from llvmlite.binding import ffi
@@ -65,17 +66,9 @@ def part(function: Callable[..., Any]) -> Any:
     return register_jitable(**DEVICE_OPTIONS, pipeline_class=PartCompiler)(function)
 
 
-for _rule in (
-    *(masks.last_visible, masks.is_visible, masks.linear_bias, masks.sqrt_bias, masks.left_align_bias),
-    *(masks.template_row, masks.template_shift, masks.template_linear_bias, masks.template_sqrt_bias),
-    *(masks.template_left_align_bias, masks.heads_mask_row, masks.left_align_shift),
-    masks.left_align_anchor,
-    *(softmax.running_max, softmax.shift_of, softmax.rescale, softmax.weight, softmax.normalize, softmax.log_sum_exp),
-    *(tiling.ceil_div, tiling.round_up, tiling.num_m_blocks, tiling.rows_in_tile, tiling.q_idx_of_row),
-    *(tiling.group_idx_of_row, tiling.n_end_of_rows, tiling.num_splits_of_tile, tiling.split_begin),
-    *(tiling.logical_block_of, tiling.lane_rows, tiling.partial_floats, tiling.cost_bucket),
-    *(tiling.fold_rows, tiling.num_held_before, tiling.last_held, tiling.run_of_key),
-    *(tiling.kv_pos_of_key, tiling.keys_in_block),
-):
-    inline(_rule)
-part(tiling.last_run)  # a search in many places: inlined, it took about 1 s of 25 to compile
+_CALLED = {tiling.last_run}  # a search in many places: inlined, it took about 1 s of 25 to compile
+_NOT_INLINED = {tiling.cut_tiles}  # a kernel of its own
+for _module in (masks, softmax, tiling):
+    for _rule in vars(_module).values():
+        if isinstance(_rule, FunctionType) and _rule.__module__ == _module.__name__ and _rule not in _NOT_INLINED:
+            (part if _rule in _CALLED else inline)(_rule)

@@ -8,39 +8,41 @@ from __future__ import annotations
 from typing import Any
 
 from numba_prefix.cpu.compile.jit import inline, part
-from numba_prefix.cpu.kernel import params as c
-from numba_prefix.cpu.kernel.params import BFLOAT, COLUMN_P, COLUMN_S, PAIR_DIMS, STEP_N
 from numba_prefix.cpu.kernel.prefill_bf16 import column_acc, column_q, part_bytes
 from numba_prefix.cpu.kernel.prefill_bf16_pack import pack_rows
 from numba_prefix.cpu.kernel.prefill_bf16_softmax import CREDIT, GROUPS, NUM_UNITS, UNIT, weigh_unit
-from numba_prefix.cpu.kernel.prefill_f32_gemm import COLUMN_ROW
+from numba_prefix.cpu.kernel.sizes import BFLOAT, PAIR_DIMS, PANEL_P_BYTES, PANEL_S_BYTES, STEP_N, VECTOR_BYTES
 from numba_prefix.cpu.simd.amx_tiles import tile_dot, tile_load, tile_store, tile_zero
 from numba_prefix.cpu.simd.bf16_pairs import holds_special, transpose_chunk
 from numba_prefix.cpu.simd.memory import load1_i64, load_f32, splat_i32, store1_i64, store_f32
 from numba_prefix.rules.tiling import ceil_div, round_up
 
-TILE = 16 * COLUMN_ROW  # bytes
+TILE = 16 * VECTOR_BYTES  # bytes
 TILE_ROW = 64
 
 
 @part
-def pack_values(call: Any, is_clean: Any, rows: Any, num_keys: Any, scratch: Any) -> Any:
+def pack_values(params: Any, is_clean: Any, rows: Any, num_keys: Any, scratch: Any) -> Any:
     """V_ROWS as [part][dimension][key]; whether there are infinities or NaN, which become 0 if is_clean."""
-    depth, pitch = round_up(call[c.HEAD_SIZE], 16), call[c.V_PITCH]
-    staged, listed, spare = scratch + call[c.ROWS], scratch + call[c.ENTRIES], scratch + call[c.ENTRIES] + 8 * STEP_N
+    depth, pitch = round_up(params.head_size, 16), params.v_pitch
+    staged, listed, spare = (
+        scratch + params.staging_offset,
+        scratch + params.entries_offset,
+        scratch + params.entries_offset + 8 * STEP_N,
+    )
     # Whole vectors of bfloat16 are transposed from where they lie.
-    is_staged = call[c.PARTS] == 2 or depth > call[c.HEAD_SIZE] or is_clean
+    is_staged = params.planes == 2 or depth > params.head_size or is_clean
     most = splat_i32(0)
     for key in range(0, num_keys, STEP_N):
         if is_staged:
-            pack_rows(call, is_clean, rows + 8 * key, STEP_N, staged, spare)
-        for p in range(call[c.PARTS]):
+            pack_rows(params, is_clean, rows + 8 * key, STEP_N, staged, spare)
+        for p in range(params.planes):
             source = rows + 8 * key
             if is_staged:
                 source = listed
                 for j in range(STEP_N):
-                    store1_i64(listed + 8 * j, staged + j * call[c.K_PITCH] + p * part_bytes(call))
-            target = scratch + call[c.V_ROWS] + p * call[c.V_PART] + BFLOAT * key
+                    store1_i64(listed + 8 * j, staged + j * params.k_pitch + p * part_bytes(params))
+            target = scratch + params.v_rows_offset + p * params.v_plane_bytes + BFLOAT * key
             for i in range(0, depth, 8):
                 most = transpose_chunk(source, BFLOAT * i, target + i * pitch, pitch, most)
     return holds_special(most)
@@ -64,13 +66,13 @@ def multiply_of(
 ) -> None:
     for t in range(num_steps):
         tile_load(4, a + TILE_ROW * t, a_pitch)
-        tile_load(6, b + TILE * t, COLUMN_ROW)
+        tile_load(6, b + TILE * t, VECTOR_BYTES)
         tile_dot(0, 4, 6)
         if is_tall:
             tile_load(5, a + 16 * a_pitch + TILE_ROW * t, a_pitch)
             tile_dot(2, 5, 6)
         if is_wide:
-            tile_load(7, b + b_column + TILE * t, COLUMN_ROW)
+            tile_load(7, b + b_column + TILE * t, VECTOR_BYTES)
             tile_dot(1, 4, 7)
             if is_tall:
                 tile_dot(3, 5, 7)
@@ -95,66 +97,66 @@ def multiply(
 
 
 @part
-def score(call: Any, scoring: Any, weighing: Any) -> None:
+def score(params: Any, scoring: Any, weighing: Any) -> None:
     keys, q_t, width, s = scoring
-    pitch, column, is_wide = call[c.K_PITCH], column_q(call), width > 1
-    num_steps = part_bytes(call) // TILE_ROW
+    pitch, column, is_wide = params.k_pitch, column_q(params), width > 1
+    num_steps = part_bytes(params) // TILE_ROW
     tile_zero(0)
     tile_zero(1)
     tile_zero(2)
     tile_zero(3)
     multiply(True, is_wide, keys, pitch, q_t, column, num_steps, weighing)
-    if call[c.PARTS] == 2:
+    if params.planes == 2:
         # The low parts' product, too: the log-sum-exp is float32, and 2**-16 of a score would show in it.
-        low, q_low = keys + part_bytes(call), q_t + num_steps * TILE
+        low, q_low = keys + part_bytes(params), q_t + num_steps * TILE
         multiply(True, is_wide, low, pitch, q_t, column, num_steps, weighing)
         multiply(True, is_wide, keys, pitch, q_low, column, num_steps, weighing)
         multiply(True, is_wide, low, pitch, q_low, column, num_steps, weighing)
-    tile_store(0, s, COLUMN_ROW)
-    tile_store(2, s + TILE, COLUMN_ROW)
+    tile_store(0, s, VECTOR_BYTES)
+    tile_store(2, s + TILE, VECTOR_BYTES)
     if is_wide:
-        tile_store(1, s + COLUMN_S, COLUMN_ROW)
-        tile_store(3, s + COLUMN_S + TILE, COLUMN_ROW)
+        tile_store(1, s + PANEL_S_BYTES, VECTOR_BYTES)
+        tile_store(3, s + PANEL_S_BYTES + TILE, VECTOR_BYTES)
 
 
 @part
-def add(call: Any, adding: Any, weighing: Any, scratch: Any) -> None:
+def add(params: Any, adding: Any, weighing: Any, scratch: Any) -> None:
     key, p, num_keys, first, end, width, acc, _ = adding
-    pitch, second, is_wide = call[c.V_PITCH], column_acc(call), width > 1
+    pitch, second, is_wide = params.v_pitch, column_acc(params), width > 1
     num_steps = ceil_div(num_keys, STEP_N)
     for dim in range(first, end, PAIR_DIMS):
-        at, is_tall = acc + dim * COLUMN_ROW, end - dim >= PAIR_DIMS
-        tile_load(0, at, COLUMN_ROW)
+        at, is_tall = acc + dim * VECTOR_BYTES, end - dim >= PAIR_DIMS
+        tile_load(0, at, VECTOR_BYTES)
         if is_tall:
-            tile_load(2, at + TILE, COLUMN_ROW)
+            tile_load(2, at + TILE, VECTOR_BYTES)
         if is_wide:
-            tile_load(1, at + second, COLUMN_ROW)
+            tile_load(1, at + second, VECTOR_BYTES)
             if is_tall:
-                tile_load(3, at + second + TILE, COLUMN_ROW)
-        values = scratch + call[c.V_ROWS] + dim * pitch + BFLOAT * key
-        multiply(is_tall, is_wide, values, pitch, p, COLUMN_P, num_steps, weighing)
-        if call[c.PARTS] == 2:
-            low, p_low = values + call[c.V_PART], p + call[c.P_PART]
-            multiply(is_tall, is_wide, low, pitch, p, COLUMN_P, num_steps, weighing)
-            multiply(is_tall, is_wide, values, pitch, p_low, COLUMN_P, num_steps, weighing)
-        tile_store(0, at, COLUMN_ROW)
+                tile_load(3, at + second + TILE, VECTOR_BYTES)
+        values = scratch + params.v_rows_offset + dim * pitch + BFLOAT * key
+        multiply(is_tall, is_wide, values, pitch, p, PANEL_P_BYTES, num_steps, weighing)
+        if params.planes == 2:
+            low, p_low = values + params.v_plane_bytes, p + params.p_plane_bytes
+            multiply(is_tall, is_wide, low, pitch, p, PANEL_P_BYTES, num_steps, weighing)
+            multiply(is_tall, is_wide, values, pitch, p_low, PANEL_P_BYTES, num_steps, weighing)
+        tile_store(0, at, VECTOR_BYTES)
         if is_tall:
-            tile_store(2, at + TILE, COLUMN_ROW)
+            tile_store(2, at + TILE, VECTOR_BYTES)
         if is_wide:
-            tile_store(1, at + second, COLUMN_ROW)
+            tile_store(1, at + second, VECTOR_BYTES)
             if is_tall:
-                tile_store(3, at + second + TILE, COLUMN_ROW)
+                tile_store(3, at + second + TILE, VECTOR_BYTES)
 
 
 @part
-def step(call: Any, scoring: Any, weighing: Any, adding: Any, scratch: Any) -> None:
+def step(params: Any, scoring: Any, weighing: Any, adding: Any, scratch: Any) -> None:
     """Groups of four products, 64 cycles, with about as many cycles' worth of weights between them: a CPU looks some 500
     instructions ahead, no further."""
-    parts, width = call[c.PARTS], scoring[2]
+    parts, width = params.planes, scoring[2]
     _, _, num_keys, first, end, _, _, _ = adding
     groups = ceil_div(end - first, PAIR_DIMS) * ceil_div(num_keys, STEP_N) * (3 if parts == 2 else 1)
     if width > 0:
-        groups += part_bytes(call) // TILE_ROW * parts * parts
+        groups += part_bytes(params) // TILE_ROW * parts * parts
     store1_i64(weighing + CREDIT, 0)
     store1_i64(weighing + GROUPS, groups)
     store1_i64(weighing + UNIT, 0)
@@ -162,13 +164,13 @@ def step(call: Any, scoring: Any, weighing: Any, adding: Any, scratch: Any) -> N
         for unit in range(load1_i64(weighing + NUM_UNITS)):
             weigh_unit(weighing, unit)
     if width > 0:
-        score(call, scoring, weighing)
+        score(params, scoring, weighing)
     if first < end:
-        add(call, adding, weighing, scratch)
+        add(params, adding, weighing, scratch)
 
 
 @part
-def scale_acc(call: Any, acc: Any, alpha: Any) -> None:
+def scale_acc(params: Any, acc: Any, alpha: Any) -> None:
     factor = load_f32(alpha)
-    for i in range(round_up(call[c.HEAD_SIZE], 16)):
-        store_f32(acc + i * COLUMN_ROW, load_f32(acc + i * COLUMN_ROW) * factor)
+    for i in range(round_up(params.head_size, 16)):
+        store_f32(acc + i * VECTOR_BYTES, load_f32(acc + i * VECTOR_BYTES) * factor)

@@ -116,12 +116,12 @@ def widen_rows(dtype: Any, source: Any, source_pitch: Any, target: Any, pitch: A
 
 
 @part
-def load_query(call: Any, factors: Any, source: Any, target: Any) -> None:
+def load_query(params: Any, source: Any, target: Any) -> None:
     """A query row as float32, times qk_scale's sign."""
-    widen_rows(call[c.DTYPE], source, 0, target, 0, 1, call[c.HEAD_SIZE])
-    sign = factors[c.Q_SIGN]
+    widen_rows(params.dtype, source, 0, target, 0, 1, params.head_size)
+    sign = params.q_sign
     if sign != ONE:
-        for i in range(0, call[c.HEAD_SIZE], 16):
+        for i in range(0, params.head_size, 16):
             store_f32(target + 4 * i, load_f32(target + 4 * i) * sign)
 
 
@@ -148,26 +148,32 @@ def narrow_row(dtype: Any, source: Any, target: Any, size: Any) -> None:
 
 @part
 def load_pages(
-    call: Any, cache: Any, block_stride: Any, slot_stride: Any, table: Any, kv_pos: Any, num_keys: Any, target: Any
+    params: Any, cache: Any, block_stride: Any, slot_stride: Any, table: Any, kv_pos: Any, num_keys: Any, target: Any
 ) -> None:
     """Widens the rows of num_keys keys from kv_pos on, page by page; a tile may span pages and a page may span tiles."""
-    block_size = call[c.BLOCK_SIZE]
+    block_size = params.block_size
     done = 0
     while done < num_keys:
         logical_block = logical_block_of(kv_pos + done, block_size)
         slot = kv_pos + done - logical_block * block_size
         count = min(block_size - slot, num_keys - done)
-        physical_block = np.int64(load1_i32(table + logical_block * call[c.TABLE_COLUMN]))
+        physical_block = np.int64(load1_i32(table + logical_block * params.table_column_stride))
         source = cache + physical_block * block_stride + slot * slot_stride
         widen_rows(
-            call[c.DTYPE], source, slot_stride, target + done * call[c.PITCH], call[c.PITCH], count, call[c.HEAD_SIZE]
+            params.dtype,
+            source,
+            slot_stride,
+            target + done * params.row_pitch,
+            params.row_pitch,
+            count,
+            params.head_size,
         )
         done += count
 
 
 @part
 def list_rows(
-    call: Any,
+    params: Any,
     cache: Any,
     block_stride: Any,
     slot_stride: Any,
@@ -179,14 +185,14 @@ def list_rows(
 ) -> None:
     """Addresses int64 of the rows of num_keys keys from kv_pos on, then up to `length` the last one again (or the cache
     itself, if there is none)."""
-    block_size = call[c.BLOCK_SIZE]
+    block_size = params.block_size
     done = 0
     address = cache
     while done < num_keys:
         logical_block = logical_block_of(kv_pos + done, block_size)
         slot = kv_pos + done - logical_block * block_size
         page_keys = min(block_size - slot, num_keys - done)
-        physical_block = np.int64(load1_i32(table + logical_block * call[c.TABLE_COLUMN]))
+        physical_block = np.int64(load1_i32(table + logical_block * params.table_column_stride))
         address = cache + physical_block * block_stride + slot * slot_stride
         for i in range(page_keys):
             store1_i64(target + 8 * (done + i), address + i * slot_stride)

@@ -13,7 +13,7 @@ import numpy as np
 from numba_prefix.cpu.compile.jit import inline, part
 from numba_prefix.cpu.kernel import params as c
 from numba_prefix.cpu.kernel.paged_kv import load_lanes
-from numba_prefix.cpu.kernel.params import BFLOAT, PAIR_DIMS
+from numba_prefix.cpu.kernel.sizes import BFLOAT, PAIR_DIMS
 from numba_prefix.cpu.simd.bf16_pairs import copy_16, from_bits, high_bits, join_pairs, store_16, store_i32
 from numba_prefix.cpu.simd.memory import (
     any_lane,
@@ -82,29 +82,29 @@ def pack_rows_of(
 
 
 @part
-def pack_rows(call: Any, is_clean: Any, rows: Any, num_rows: Any, target: Any, spare: Any) -> Any:
+def pack_rows(params: Any, is_clean: Any, rows: Any, num_rows: Any, target: Any, spare: Any) -> Any:
     """Rows from a list of addresses as [part][dimension], K_PITCH bytes from one to the next. Infinities and NaN become 0 if
     is_clean; otherwise, whether there are any in float16 ones."""
-    a = rows, num_rows, call[c.HEAD_SIZE], target, call[c.K_PITCH], spare
-    if call[c.PARTS] == 2:
+    a = rows, num_rows, params.head_size, target, params.k_pitch, spare
+    if params.planes == 2:
         return pack_rows_of(c.FLOAT16, 2, True, *a) if is_clean else pack_rows_of(c.FLOAT16, 2, False, *a)
     return pack_rows_of(c.BFLOAT16, 1, True, *a) if is_clean else pack_rows_of(c.BFLOAT16, 1, False, *a)
 
 
 @part
-def pack_query(call: Any, row: Any, target: Any) -> Any:
+def pack_query(params: Any, row: Any, target: Any) -> Any:
     """A float32 row as bfloat16; whether it holds infinities or NaN."""
-    size = call[c.HEAD_SIZE]
+    size = params.head_size
     to_low = BFLOAT * round_up(size, PAIR_DIMS)
     special = splat_f32(ZERO) != ZERO
     for i in range(0, size, 16):
         x = load_lanes(c.FLOAT32, row + 4 * i)
         special = special | is_not_finite(x)
-        if call[c.PARTS] == 2:
+        if params.planes == 2:
             store_parts(2, x, target + BFLOAT * i, to_low)
         else:
             store_parts(1, x, target + BFLOAT * i, to_low)
-    if call[c.PARTS] == 2:
+    if params.planes == 2:
         fill_row(2, size, target, to_low)
     else:
         fill_row(1, size, target, to_low)
@@ -130,9 +130,9 @@ def join_rows_of(is_clean: Any, first: Any, second: Any, size: Any, target: Any,
 
 
 @part
-def join_rows(call: Any, is_clean: Any, first: Any, second: Any, target: Any, spare: Any) -> Any:
+def join_rows(params: Any, is_clean: Any, first: Any, second: Any, target: Any, spare: Any) -> Any:
     """Two bfloat16 value rows as one of pairs; whether they hold infinities or NaN, which become 0 if is_clean."""
-    a = first, second, call[c.HEAD_SIZE], target, spare
+    a = first, second, params.head_size, target, spare
     return join_rows_of(True, *a) if is_clean else join_rows_of(False, *a)
 
 
@@ -144,7 +144,7 @@ def list_zeros(rows: Any, num_rows: Any, length: Any, zero_row: Any) -> None:
 
 
 @inline
-def clear_row(call: Any, scratch: Any) -> None:
+def clear_row(params: Any, scratch: Any) -> None:
     """ZERO_ROW becomes what its name says."""
-    for i in range(0, round_up(call[c.HEAD_SIZE], PAIR_DIMS) * BFLOAT, 64):
-        store_f32(scratch + call[c.ZERO_ROW] + i, splat_f32(ZERO))
+    for i in range(0, round_up(params.head_size, PAIR_DIMS) * BFLOAT, 64):
+        store_f32(scratch + params.zero_row_offset + i, splat_f32(ZERO))

@@ -15,13 +15,12 @@ from llvmlite import ir
 from numba.core import types
 from numba.extending import intrinsic
 
+from numba_prefix.cpu.kernel.sizes import FLOAT, VECTOR_BYTES
 from numba_prefix.cpu.simd.features import register_block
 from numba_prefix.cpu.simd.lanes import F32, I64, LANES, call, f32x16, splat
 from numba_prefix.cpu.simd.memory import pointer
 
 MR, NV = register_block()
-COLUMN_ROW = 4 * LANES  # bytes of one row of a column
-FLOAT = 4
 
 
 def multiply(builder: ir.IRBuilder, total: ir.Value, column: ir.Value, scalar: ir.Value) -> ir.Value:
@@ -51,7 +50,7 @@ def _int64(value: int) -> ir.Constant:
 
 def _c_pointer(builder: ir.IRBuilder, c: ir.Value, c_column: ir.Value, i: int, v: int) -> ir.Value:
     base = builder.add(c, builder.mul(c_column, _int64(v)))
-    return pointer(builder, builder.add(base, _int64(i * COLUMN_ROW)), f32x16.llvm)
+    return pointer(builder, builder.add(base, _int64(i * VECTOR_BYTES)), f32x16.llvm)
 
 
 def _sums(
@@ -79,7 +78,7 @@ def _sums(
     for phi, first, later in (
         (step, _int64(0), next_step),
         (a_t, a, builder.add(a_t, a_step)),
-        (b_t, b, builder.add(b_t, _int64(COLUMN_ROW))),
+        (b_t, b, builder.add(b_t, _int64(VECTOR_BYTES))),
         *((acc[block], zero, total[block]) for block in blocks),
     ):
         phi.add_incoming(first, before)
@@ -104,7 +103,7 @@ def finish_scores(builder: ir.IRBuilder, args: Any, columns: int, multiply: Any)
 def finish_output(builder: ir.IRBuilder, args: Any, columns: int, multiply: Any) -> None:
     _, a_pitch, _, _, _, c, c_column, alpha = args
     total = _sums(builder, args, columns, [_int64(i * FLOAT) for i in range(MR)], a_pitch, multiply)
-    alpha_column = [builder.add(alpha, _int64(v * COLUMN_ROW)) for v in range(columns)]
+    alpha_column = [builder.add(alpha, _int64(v * VECTOR_BYTES)) for v in range(columns)]
     factor = [builder.load(pointer(builder, place, f32x16.llvm), align=4) for place in alpha_column]
     for (i, v), value in total.items():
         place = _c_pointer(builder, c, c_column, i, v)

@@ -7,11 +7,19 @@ from typing import Any
 import numpy as np
 
 from numba_prefix.cpu.compile.jit import inline
-from numba_prefix.cpu.kernel import params as c
-from numba_prefix.cpu.kernel.prefill_f32_gemm import COLUMN_ROW
-from numba_prefix.cpu.simd.memory import load1_f32, load_f32, load_i32, store1_f32, store1_i32, store1_i64
+from numba_prefix.cpu.kernel.sizes import VECTOR_BYTES
+from numba_prefix.cpu.simd.memory import (
+    atomic_add,
+    load1_f32,
+    load1_i32,
+    load_f32,
+    load_i32,
+    store1_f32,
+    store1_i32,
+    store1_i64,
+)
 from numba_prefix.rules import tiling
-from numba_prefix.rules.masks import last_visible, left_align_shift
+from numba_prefix.rules.masks import left_align_shift
 from numba_prefix.rules.softmax import log_sum_exp
 from numba_prefix.rules.tiling import group_idx_of_row, q_idx_of_row
 
@@ -19,49 +27,65 @@ ONE = np.float32(1.0)
 
 
 @inline
-def set_lane(call: Any, sequence: Any, runs: Any, row: Any, kv_head: Any, lane: Any, scratch: Any) -> Any:
+def set_lane(params: Any, sequence: Any, runs: Any, row: Any, kv_head: Any, lane: Any, scratch: Any) -> Any:
     """Writes what the rules need of a row into its lane; returns the address of its query."""
-    q_idx = q_idx_of_row(row, call[c.GROUP_SIZE])
-    q_head = kv_head * call[c.GROUP_SIZE] + group_idx_of_row(row, call[c.GROUP_SIZE])
-    q_pos = sequence[tiling.KV_LEN] - sequence[tiling.Q_LEN] + q_idx
-    last = last_visible(call[c.IS_CAUSAL] != 0, q_pos, sequence[tiling.KV_LEN])
-    slope = load1_f32(call[c.SLOPES] + 4 * q_head) if call[c.SLOPES] != 0 else ONE
-    store1_i32(scratch + call[c.Q_POS] + 4 * lane, np.int32(q_pos))
-    origin = tiling.last_held(runs, sequence, q_pos) if call[c.HAS_SHIFT] != 0 else q_pos
-    store1_i32(scratch + call[c.ORIGIN] + 4 * lane, np.int32(origin))
-    store1_i32(scratch + call[c.LAST] + 4 * lane, np.int32(last))
-    store1_f32(scratch + call[c.ROW_SLOPES] + 4 * lane, slope)
-    store1_i64(scratch + call[c.MASK_BASE] + 8 * lane, call[c.MASK] + q_head * call[c.MASK_HEAD])
-    return call[c.Q] + (sequence[tiling.Q_BEGIN] + q_idx) * call[c.Q_TOKEN] + q_head * call[c.Q_HEAD]
+    q_idx = q_idx_of_row(row, params.group_size)
+    q_head = kv_head * params.group_size + group_idx_of_row(row, params.group_size)
+    q_pos = tiling.q_pos_of_row(sequence, row, params.group_size)
+    slope = load1_f32(params.slopes_ptr + 4 * q_head) if params.slopes_ptr != 0 else ONE
+    store1_i32(scratch + params.q_pos_offset + 4 * lane, np.int32(q_pos))
+    origin = tiling.last_held(runs, sequence, q_pos) if params.has_shift != 0 else q_pos
+    store1_i32(scratch + params.bias_pos_offset + 4 * lane, np.int32(origin))
+    store1_i32(scratch + params.begin_offset + 4 * lane, np.int32(tiling.visible_begin(sequence, q_pos)))
+    store1_i32(scratch + params.end_offset + 4 * lane, np.int32(tiling.visible_end(sequence, q_pos)))
+    store1_f32(scratch + params.slopes_offset + 4 * lane, slope)
+    store1_i64(scratch + params.mask_base_offset + 8 * lane, params.mask_ptr + q_head * params.mask_head_stride)
+    return params.q_ptr + (sequence[tiling.Q_BEGIN] + q_idx) * params.q_token_stride + q_head * params.q_head_stride
 
 
 @inline
-def out_address(call: Any, sequence: Any, row: Any, kv_head: Any) -> Any:
-    q_head = kv_head * call[c.GROUP_SIZE] + group_idx_of_row(row, call[c.GROUP_SIZE])
-    token = sequence[tiling.Q_BEGIN] + q_idx_of_row(row, call[c.GROUP_SIZE])
-    return call[c.OUT] + token * call[c.OUT_TOKEN] + q_head * call[c.OUT_HEAD]
+def range_of_lanes(params: Any, first: Any, last: Any, scratch: Any) -> Any:
+    """tiling.visible_range of the rows in these lanes: begin, full_begin, full_end, end."""
+    begins, ends = scratch + params.begin_offset, scratch + params.end_offset
+    begin, full_begin = np.int64(load1_i32(begins + 4 * first)), np.int64(load1_i32(begins + 4 * last))
+    full_end, end = np.int64(load1_i32(ends + 4 * first)), np.int64(load1_i32(ends + 4 * last))
+    return begin, full_begin, full_end, end
 
 
 @inline
-def store_lse(call: Any, sequence: Any, row: Any, kv_head: Any, value: Any) -> None:
-    if call[c.LSE] != 0:
-        q_head = kv_head * call[c.GROUP_SIZE] + group_idx_of_row(row, call[c.GROUP_SIZE])
-        token = sequence[tiling.Q_BEGIN] + q_idx_of_row(row, call[c.GROUP_SIZE])
-        store1_f32(call[c.LSE] + 4 * (token * call[c.KV_HEAD_NUM] * call[c.GROUP_SIZE] + q_head), value)
+def out_address(params: Any, sequence: Any, row: Any, kv_head: Any) -> Any:
+    q_head = kv_head * params.group_size + group_idx_of_row(row, params.group_size)
+    token = sequence[tiling.Q_BEGIN] + q_idx_of_row(row, params.group_size)
+    return params.out_ptr + token * params.out_token_stride + q_head * params.out_head_stride
 
 
 @inline
-def lse_of_column(call: Any, factors: Any, column: Any, m_i: Any, l_i: Any, scratch: Any) -> Any:
+def store_lse(params: Any, sequence: Any, row: Any, kv_head: Any, value: Any) -> None:
+    if params.lse_ptr != 0:
+        q_head = kv_head * params.group_size + group_idx_of_row(row, params.group_size)
+        token = sequence[tiling.Q_BEGIN] + q_idx_of_row(row, params.group_size)
+        store1_f32(params.lse_ptr + 4 * (token * params.kv_head_num * params.group_size + q_head), value)
+
+
+@inline
+def lse_of_column(params: Any, column: Any, m_i: Any, l_i: Any, scratch: Any) -> Any:
     """Log-sum-exp of a column's lanes, with what left-aligned biases left out."""
-    if call[c.HAS_SHIFT] != 0:
-        slope = load_f32(scratch + call[c.ROW_SLOPES] + column * COLUMN_ROW)
-        m_i = m_i + left_align_shift(slope, load_i32(scratch + call[c.ORIGIN] + column * COLUMN_ROW))
-    return log_sum_exp(m_i, l_i, factors[c.UNIT])
+    if params.has_shift != 0:
+        slope = load_f32(scratch + params.slopes_offset + column * VECTOR_BYTES)
+        m_i = m_i + left_align_shift(slope, load_i32(scratch + params.bias_pos_offset + column * VECTOR_BYTES))
+    return log_sum_exp(m_i, l_i, params.unit)
 
 
 @inline
-def partial_address(call: Any, entry: Any, split_idx: Any, kv_head: Any, rows: Any) -> Any:
+def partial_address(params: Any, entry: Any, split_idx: Any, kv_head: Any, rows: Any) -> Any:
     """Where a split leaves its state."""
-    size = tiling.partial_floats(rows, call[c.HEAD_SIZE])
-    slot = split_idx * call[c.KV_HEAD_NUM] + kv_head
-    return call[c.PARTIALS] + 4 * (entry[tiling.PARTIAL_OFFSET] + slot * size)
+    size = tiling.partial_floats(rows, params.head_size)
+    slot = split_idx * params.kv_head_num + kv_head
+    return params.partials_ptr + 4 * (entry[tiling.PARTIAL_OFFSET] + slot * size)
+
+
+@inline
+def is_last_split(params: Any, entry: Any, kv_head: Any) -> Any:
+    """Counts this split of a tile as done; whether all of them are now, so that their states can be merged."""
+    arrivals = params.arrivals_ptr + 8 * (entry[tiling.SPLIT_TILE] * params.kv_head_num + kv_head)
+    return atomic_add(arrivals, 1) == entry[tiling.NUM_SPLITS] - 1

@@ -12,7 +12,7 @@ import numpy as np
 from numba_prefix.cpu.compile.jit import inline, part
 from numba_prefix.cpu.kernel import params as c
 from numba_prefix.cpu.kernel.paged_kv import item_bytes, load_lanes
-from numba_prefix.cpu.kernel.prefill_f32_gemm import COLUMN_ROW
+from numba_prefix.cpu.kernel.sizes import VECTOR_BYTES
 from numba_prefix.cpu.simd.memory import (
     gather_bf16,
     gather_f16,
@@ -45,16 +45,16 @@ NEG_INF = np.float32(-np.inf)
 
 
 @inline
-def mask_rows(call: Any, base: Any, q_pos: Any, pos: Any) -> Any:
+def mask_rows(params: Any, base: Any, q_pos: Any, pos: Any) -> Any:
     """Where the rows lie that hold the entries of these queries and keys, int64 lanes."""
-    row = heads_mask_row(q_pos, pos) if call[c.BIAS] == c.HEADS_MASK else template_row(q_pos, pos)
-    return base + to_i64(row) * call[c.MASK_ROW]
+    row = heads_mask_row(q_pos, pos) if params.bias == c.HEADS_MASK else template_row(q_pos, pos)
+    return base + to_i64(row) * params.mask_row_stride
 
 
 @inline
 def gather_entries_of(
     dtype: Any,
-    call: Any,
+    params: Any,
     base: Any,
     q_pos: Any,
     kv_pos: Any,
@@ -65,35 +65,35 @@ def gather_entries_of(
     spare: Any,
 ) -> None:
     item = item_bytes(dtype)
-    has_runs = step == 1 and call[c.MASK_COLUMN] == item
+    has_runs = step == 1 and params.mask_column_stride == item
     i = 0
     while i < num_vectors:
         pos = kv_lane + splat_i32(kv_pos + i * step)
-        rows = mask_rows(call, base, q_pos, pos)
+        rows = mask_rows(params, base, q_pos, pos)
         first = (kv_pos + i) & 127
         if has_runs and i + 16 <= num_vectors and first + 16 <= 128:
             # Of 16 keys side by side, a row's entries are, too: 16 loads and a transposition instead of 256 loads.
-            store_i64(spare + 16 * COLUMN_ROW, rows)
+            store_i64(spare + 16 * VECTOR_BYTES, rows)
             for lane in range(16):
-                source = load1_i64(spare + 16 * COLUMN_ROW + 8 * lane) + first * item
-                store_f32(spare + lane * COLUMN_ROW, load_lanes(dtype, source))
-            transpose_block(spare, COLUMN_ROW, entries + i * COLUMN_ROW, COLUMN_ROW)
+                source = load1_i64(spare + 16 * VECTOR_BYTES + 8 * lane) + first * item
+                store_f32(spare + lane * VECTOR_BYTES, load_lanes(dtype, source))
+            transpose_block(spare, VECTOR_BYTES, entries + i * VECTOR_BYTES, VECTOR_BYTES)
             i += 16
             continue
-        addresses = rows + to_i64(pos & 127) * call[c.MASK_COLUMN]
+        addresses = rows + to_i64(pos & 127) * params.mask_column_stride
         if dtype == c.FLOAT16:
             entry = gather_f16(addresses)
         elif dtype == c.BFLOAT16:
             entry = gather_bf16(addresses)
         else:
             entry = gather_f32(addresses)
-        store_f32(entries + i * COLUMN_ROW, entry)
+        store_f32(entries + i * VECTOR_BYTES, entry)
         i += 1
 
 
 @part
 def gather_entries(
-    call: Any,
+    params: Any,
     base: Any,
     q_pos: Any,
     kv_pos: Any,
@@ -104,8 +104,8 @@ def gather_entries(
     spare: Any,
 ) -> None:
     """A given mask's entries for a column, as float32 [num_vectors, 16] at `entries`. spare: 18 vectors, where step is 1."""
-    a = call, base, q_pos, kv_pos, kv_lane, step, num_vectors, entries, spare
-    dtype = call[c.MASK_DTYPE]
+    a = params, base, q_pos, kv_pos, kv_lane, step, num_vectors, entries, spare
+    dtype = params.mask_dtype
     if dtype == c.FLOAT16:
         gather_entries_of(c.FLOAT16, *a)
     elif dtype == c.BFLOAT16:
@@ -127,12 +127,13 @@ def score_column_of(
     qk_scale: Any,
     slope: Any,
     origin: Any,
-    last: Any,
+    begin: Any,
+    end: Any,
     m_i: Any,
 ) -> Any:
     for i in range(num_vectors):
         pos = kv_lane + splat_i32(kv_pos + i * step)
-        score = load_f32(column + i * COLUMN_ROW)
+        score = load_f32(column + i * VECTOR_BYTES)
         if bias != c.NO_BIAS:  # without a bias the scale is the score's unit (see softmax)
             score = score * qk_scale
         if bias == c.LINEAR:
@@ -142,24 +143,24 @@ def score_column_of(
         elif bias == c.LEFT_ALIGN:
             score = score + left_align_bias(slope, origin, pos)
         elif bias == c.TEMPLATE_LINEAR:
-            score = score + template_linear_bias(slope, load_f32(entries + i * COLUMN_ROW), origin, pos)
+            score = score + template_linear_bias(slope, load_f32(entries + i * VECTOR_BYTES), origin, pos)
         elif bias == c.TEMPLATE_SQRT:
-            score = score + template_sqrt_bias(slope, load_f32(entries + i * COLUMN_ROW), origin, pos)
+            score = score + template_sqrt_bias(slope, load_f32(entries + i * VECTOR_BYTES), origin, pos)
         elif bias == c.TEMPLATE_LEFT_ALIGN:
-            score = score + template_left_align_bias(slope, load_f32(entries + i * COLUMN_ROW), origin, pos)
+            score = score + template_left_align_bias(slope, load_f32(entries + i * VECTOR_BYTES), origin, pos)
         elif bias == c.HEADS_MASK:
-            score = score + load_f32(entries + i * COLUMN_ROW)
+            score = score + load_f32(entries + i * VECTOR_BYTES)
         if is_edge:
-            score = where(is_visible(pos, last), score, NEG_INF)
+            score = where(is_visible(pos, begin, end), score, NEG_INF)
         if is_edge or bias != c.NO_BIAS:
-            store_f32(column + i * COLUMN_ROW, score)
+            store_f32(column + i * VECTOR_BYTES, score)
         m_i = running_max(m_i, score)
     return m_i
 
 
 @part
 def score_column(
-    call: Any,
+    params: Any,
     is_edge: Any,
     column: Any,
     entries: Any,
@@ -170,7 +171,8 @@ def score_column(
     qk_scale: Any,
     slope: Any,
     origin: Any,
-    last: Any,
+    begin: Any,
+    end: Any,
     m_i: Any,
 ) -> Any:
     """Turns products into scores in place and returns the new running max. A loop of its own for each kind of bias.
@@ -178,8 +180,8 @@ def score_column(
     origin: int32 lanes, the position that biases are relative to: the query's, or the row's last held key for left-aligned
     ones whose lse has their shift.
     """
-    a = (column, entries, num_vectors, kv_pos, step, kv_lane, qk_scale, slope, origin, last, m_i)
-    bias = call[c.BIAS]
+    a = (column, entries, num_vectors, kv_pos, step, kv_lane, qk_scale, slope, origin, begin, end, m_i)
+    bias = params.bias
     if bias == c.NO_BIAS:
         return score_column_of(c.NO_BIAS, True, *a) if is_edge else score_column_of(c.NO_BIAS, False, *a)
     if bias == c.LINEAR:
@@ -203,18 +205,18 @@ def weigh_column(column: Any, num_vectors: Any, shift: Any, unit_log2: Any) -> A
     total = splat_f32(ZERO)
     whole = num_vectors // 4 * 4
     for i in range(0, whole, 4):  # four chains at a time: 33 cycles a vector instead of 40 (Zen 1)
-        at = column + i * COLUMN_ROW
+        at = column + i * VECTOR_BYTES
         p0 = weight(load_f32(at), shift, unit_log2)
-        p1 = weight(load_f32(at + COLUMN_ROW), shift, unit_log2)
-        p2 = weight(load_f32(at + 2 * COLUMN_ROW), shift, unit_log2)
-        p3 = weight(load_f32(at + 3 * COLUMN_ROW), shift, unit_log2)
+        p1 = weight(load_f32(at + VECTOR_BYTES), shift, unit_log2)
+        p2 = weight(load_f32(at + 2 * VECTOR_BYTES), shift, unit_log2)
+        p3 = weight(load_f32(at + 3 * VECTOR_BYTES), shift, unit_log2)
         store_f32(at, p0)
-        store_f32(at + COLUMN_ROW, p1)
-        store_f32(at + 2 * COLUMN_ROW, p2)
-        store_f32(at + 3 * COLUMN_ROW, p3)
+        store_f32(at + VECTOR_BYTES, p1)
+        store_f32(at + 2 * VECTOR_BYTES, p2)
+        store_f32(at + 3 * VECTOR_BYTES, p3)
         total = total + p0 + p1 + p2 + p3
     for i in range(whole, num_vectors):
-        p = weight(load_f32(column + i * COLUMN_ROW), shift, unit_log2)
-        store_f32(column + i * COLUMN_ROW, p)
+        p = weight(load_f32(column + i * VECTOR_BYTES), shift, unit_log2)
+        store_f32(column + i * VECTOR_BYTES, p)
         total = total + p
     return total

@@ -228,6 +228,17 @@ def _unary(function: Any, given: tuple[LanesType, ...], lower: Any) -> None:
     lower_builtin(function, LanesType)(lower)
 
 
+@infer_global(elementwise.multiply_add)
+class _MultiplyAddTyping(AbstractTemplate):
+    def generic(self, args: Any, kws: Any) -> Any:
+        return signature(f32x16, *args) if args == (f32x16,) * 3 else None
+
+
+def _lower_multiply_add(context: Any, builder: Any, sig: Any, args: Any) -> Any:
+    """One rounding where the CPU has the instruction, as in the micro-kernels."""
+    return call(builder, "llvm.fmuladd", *args)
+
+
 def _lower_to_f32(context: Any, builder: Any, sig: Any, args: Any) -> Any:
     return builder.sitofp(args[0], f32x16.llvm)
 
@@ -298,3 +309,4 @@ _unary(elementwise.sqrt, (f32x16,), _lower_sqrt)
 for _pattern in ((LanesType, LanesType), (LanesType, types.Any)):
     lower_builtin(elementwise.exp2_scaled, *_pattern)(_lower_exp2)
 _unary(elementwise.log2, (f32x16,), _lower_log2)
+lower_builtin(elementwise.multiply_add, LanesType, LanesType, LanesType)(_lower_multiply_add)

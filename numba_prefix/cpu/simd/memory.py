@@ -12,7 +12,7 @@ from numba.core import cgutils, types
 from numba.extending import intrinsic
 
 from numba_prefix.cpu.simd.features import has_half_conversion, is_arm64, is_x86
-from numba_prefix.cpu.simd.lanes import F32, I32, I64, LANES, b1x16, call, constant, f32x16, i32x16, i64x16, splat
+from numba_prefix.cpu.simd.lanes import F32, I32, I64, LANES, b1x16, constant, f32x16, i32x16, i64x16, splat
 
 I16, HALF = ir.IntType(16), ir.HalfType()
 I16X16 = ir.VectorType(I16, LANES)
@@ -178,12 +178,6 @@ def splat_i32(typingctx: Any, value: Any) -> Any:
         return splat(builder, builder.trunc(args[0], I32))
 
     return i32x16(types.int64), codegen
-
-
-@intrinsic
-def fma(typingctx: Any, a: Any, b: Any, c: Any) -> Any:
-    """a * b + c, with one rounding where the CPU has the instruction (as in the micro-kernels)."""
-    return f32x16(f32x16, f32x16, f32x16), lambda context, builder, sig, args: call(builder, "llvm.fmuladd", *args)
 
 
 @intrinsic

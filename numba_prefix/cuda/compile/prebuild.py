@@ -11,7 +11,7 @@ from numba_prefix.cuda.compile import cubins
 from numba_prefix.cuda.kernel.choice import CHUNK, family_of, head_dim_of, merge_of
 from numba_prefix.cuda.kernel.spec import KernelSpec
 from numba_prefix.inputs.arrays import ITEM_BYTES
-from numba_prefix.rules.masks import MaskType
+from numba_prefix.inputs.mask_types import MaskType
 
 # Turing, Ampere and its smaller kind, Hopper, Blackwell and its smaller kind
 GENERATIONS = ((7, 5), (8, 0), (8, 6), (9, 0), (10, 0), (12, 0))

@@ -14,8 +14,8 @@ import torch.distributed as dist
 from numpy.typing import NDArray
 
 from numba_prefix.inputs.arrays import bits, describe
+from numba_prefix.inputs.mask_types import MaskType
 from numba_prefix.inputs.problem import FLOAT_DTYPES, Problem
-from numba_prefix.rules.masks import MaskType
 
 TEXT_BYTES = 2048  # of another rank's error
 

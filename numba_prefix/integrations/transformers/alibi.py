@@ -10,10 +10,10 @@ import torch
 from torch import Tensor
 from transformers.models.bloom.modeling_bloom import dropout_add
 
+from numba_prefix.inputs.mask_types import alibi_slopes
 from numba_prefix.integrations.transformers.attention import attend
 from numba_prefix.integrations.transformers.mask import LengthsMask
 from numba_prefix.integrations.transformers.refusals import check_options, refuse
-from numba_prefix.rules.masks import alibi_slopes
 
 
 def bloom_forward(original: Callable[..., Any]) -> Callable[..., Any]:

@@ -12,33 +12,35 @@ from machine_code import VECTOR, pieces
 from numba import types
 
 from numba_prefix.cpu.compile.jit import kernel
-from numba_prefix.cpu.kernel import params as c
 from numba_prefix.cpu.kernel import prefill_bf16
-from numba_prefix.cpu.kernel.params import BLOCK_N, STEP_N
-from numba_prefix.cpu.paths import steps_of
+from numba_prefix.cpu.kernel.sizes import BLOCK_N, STEP_N
+from numba_prefix.cpu.paths import by_name
+from numba_prefix.cpu.simd.params_view import params_view
 
-INTEGERS, FACTORS = types.Array(types.int64, 1, "C"), types.Array(types.float32, 1, "C")
+INTEGERS = types.Array(types.int64, 1, "C")
 
 
 def own_part(path: str) -> tuple[Any, tuple[Any, ...]]:
-    pack_values, scale_acc, step, enter, leave = steps_of(path)
+    kernels = by_name(path).micro_kernels()
+    (pack_values, scale_acc, step), enter, leave = kernels.steps, kernels.enter, kernels.leave
     pack_rows = prefill_bf16.pack_rows
 
-    def steps(call: Any, factors: Any, rows: Any, width: Any, scratch: Any) -> None:
+    def steps(block: Any, rows: Any, width: Any, scratch: Any) -> None:
+        params = params_view(block)
         enter()
-        s, p, acc, alpha = scratch + call[c.S], scratch + call[c.P], scratch + call[c.ACC], scratch + call[c.ALPHA]
-        keys = scratch + call[c.K_ROWS]
-        pack_rows(call, False, rows, BLOCK_N, keys, scratch + call[c.ROWS])
-        pack_values(call, False, rows, BLOCK_N, scratch)
-        scale_acc(call, acc, alpha)
-        weighing = scratch + call[c.WEIGHING]
+        s, p, acc = scratch + params.s_offset, scratch + params.p_offset, scratch + params.acc_offset
+        keys, alpha = scratch + params.k_rows_offset, scratch + params.alpha_offset
+        pack_rows(params, False, rows, BLOCK_N, keys, scratch + params.staging_offset)
+        pack_values(params, False, rows, BLOCK_N, scratch)
+        scale_acc(params, acc, alpha)
+        weighing = scratch + params.softmax_offset
         for key in range(0, BLOCK_N, STEP_N):
-            scoring = (keys, scratch + call[c.Q_T], width, s)
-            adding = (key, p, BLOCK_N, 0, call[c.HEAD_SIZE], width, acc, alpha)
-            step(call, scoring, weighing, adding, scratch)
+            scoring = (keys, scratch + params.q_t_offset, width, s)
+            adding = (key, p, BLOCK_N, 0, params.head_size, width, acc, alpha)
+            step(params, scoring, weighing, adding, scratch)
         leave()
 
-    return kernel(steps), (INTEGERS, FACTORS, types.int64, types.int64, types.int64)
+    return kernel(steps), (INTEGERS, types.int64, types.int64, types.int64)
 
 
 def facts(path: str) -> dict[str, Any]:
