@@ -101,7 +101,7 @@ def _pair_kernel(path: Path) -> Any:
     def products(block: Any, scratch: Any, count: Any) -> None:
         """`count` times the score and output products of one strip with BLOCK_N keys."""
         params = params_view(block)
-        weighing = scratch + params.softmax_offset
+        softmax_ptr = scratch + params.softmax_offset
         enter()
         for _ in range(count):
             for i in range(STEPS):
@@ -111,11 +111,11 @@ def _pair_kernel(path: Path) -> Any:
                     scratch + params.s_offset + key * VECTOR_BYTES,
                 )
                 scoring = keys, scratch + params.q_t_offset, STRIP, s
-                acc, alphas = scratch + params.acc_offset, alphas_of(0, weighing)
+                acc, alphas = scratch + params.acc_offset, alphas_of(0, softmax_ptr)
                 step(
                     params,
                     scoring,
-                    weighing,
+                    softmax_ptr,
                     (0, scratch + params.p_offset, BLOCK_N, *dims_of_step(params, i), STRIP, acc, alphas),
                     scratch,
                 )

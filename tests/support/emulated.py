@@ -12,7 +12,7 @@ import numpy as np
 
 from numba_prefix.cpu import isa
 from numba_prefix.cpu.compile import cache
-from numba_prefix.cpu.compile.jit import inline, part
+from numba_prefix.cpu.compile.jit import device_function, inline
 from numba_prefix.cpu.paths import PATHS, Path, amx, avx512_bf16
 from numba_prefix.cpu.simd import amx_tiles, bf16_pairs
 from numba_prefix.cpu.simd.lanes import call, constant, f32x16, i32x16
@@ -25,19 +25,19 @@ BASE = MEMORY.ctypes.data
 ZERO, SMALLEST = np.float32(0.0), np.float32(2.0**-126)
 
 
-@part
+@device_function
 def tile_zero(tile: Any) -> None:
     for row in range(16):
         store_f32(BASE + TILE * tile + 64 * row, splat_f32(ZERO))
 
 
-@part
+@device_function
 def tile_load(tile: Any, address: Any, stride: Any) -> None:
     for row in range(16):
         store_f32(BASE + TILE * tile + 64 * row, load_f32(address + stride * row))
 
 
-@part
+@device_function
 def tile_store(tile: Any, address: Any, stride: Any) -> None:
     for row in range(16):
         store_f32(address + stride * row, load_f32(BASE + TILE * tile + 64 * row))
@@ -49,7 +49,7 @@ def flushed(x: Any) -> Any:
     return where((x < SMALLEST) & (x > -SMALLEST), ZERO, x)
 
 
-@part
+@device_function
 def tile_dot(c: Any, a: Any, b: Any) -> None:
     for row in range(16):
         at = BASE + TILE * c + 64 * row

@@ -15,7 +15,7 @@ from numba.core.compiler_machinery import register_pass
 from numba.core.typed_passes import NativeLowering
 
 
-class PartLibrary(codegen.JITCodeLibrary):
+class DeviceFunctionLibrary(codegen.JITCodeLibrary):
     """A module to link with others; it never meets the execution engine."""
 
     def _optimize_final_module(self) -> None:
@@ -32,12 +32,12 @@ class PartLibrary(codegen.JITCodeLibrary):
 
 
 @register_pass(mutates_CFG=True, analysis_only=False)
-class PartLowering(NativeLowering):
+class DeviceFunctionLowering(NativeLowering):
     _name = "numba_prefix_part_lowering"
 
     def run_pass(self, state: Any) -> bool:
         context = state.targetctx
-        library = state.library = PartLibrary(context.codegen(), state.func_id.func_qualname)
+        library = state.library = DeviceFunctionLibrary(context.codegen(), state.func_id.func_qualname)
         executable = context.get_executable
 
         def get_executable(of: Any, fndesc: Any, env: Any) -> Any:
@@ -51,11 +51,13 @@ class PartLowering(NativeLowering):
             del context.get_executable
 
 
-class PartCompiler(Compiler):
+class DeviceFunctionCompiler(Compiler):
     def define_pipelines(self) -> Any:
         pipelines = super().define_pipelines()
         for pipeline in pipelines:
-            pipeline.passes = [(PartLowering if p is NativeLowering else p, text) for p, text in pipeline.passes]
+            pipeline.passes = [
+                (DeviceFunctionLowering if p is NativeLowering else p, text) for p, text in pipeline.passes
+            ]
             pipeline._finalized = False
             pipeline.finalize()
         return pipelines

@@ -46,7 +46,7 @@ def has_tiles() -> bool:
 
 
 def register_block() -> tuple[int, int]:
-    """(scalars, 16-lane columns) that one micro-kernel step multiplies: as many accumulators as registers allow.
+    """(scalars, panels of 16 lanes) that one micro-kernel step multiplies: as many accumulators as registers allow.
 
     AVX-512 has 32 registers of 16 lanes: 8 x 2 accumulators. AVX2 has 16 of 8 lanes: 4 x 1 takes 8, and 2 + 4 in flight.
     NEON has 32 of 4 lanes: 4 x 1 takes 16. SSE2 has 16 of 4 lanes: 2 x 1 takes 8.

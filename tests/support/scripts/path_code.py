@@ -33,11 +33,11 @@ def own_part(path: str) -> tuple[Any, tuple[Any, ...]]:
         pack_rows(params, False, rows, BLOCK_N, keys, scratch + params.staging_offset)
         pack_values(params, False, rows, BLOCK_N, scratch)
         scale_acc(params, acc, alpha)
-        weighing = scratch + params.softmax_offset
+        softmax_ptr = scratch + params.softmax_offset
         for key in range(0, BLOCK_N, STEP_N):
             scoring = (keys, scratch + params.q_t_offset, width, s)
             adding = (key, p, BLOCK_N, 0, params.head_size, width, acc, alpha)
-            step(params, scoring, weighing, adding, scratch)
+            step(params, scoring, softmax_ptr, adding, scratch)
         leave()
 
     return kernel(steps), (INTEGERS, types.int64, types.int64, types.int64)
