@@ -16,11 +16,15 @@ from numba_prefix.cuda.device.gpu import Device, get_device
 from numba_prefix.cuda.kernel import spec as c
 from numba_prefix.cuda.kernels import Kernel, attention_kernel, merge_kernel
 from numba_prefix.cuda.plan import CudaPlan
-from numba_prefix.inputs.arrays import ITEM_BYTES, Tensor, describe, span
+from numba_prefix.inputs.arrays import ITEM_BYTES, Tensor, describe, empty_like, span
+from numba_prefix.inputs.dense import are_dense, dense_operands
 from numba_prefix.inputs.problem import Operands, Problem
 from numba_prefix.planning.plan import Cutters, addresses_of, factors_of, has_shift, strides_of
+from numba_prefix.planning.target import PlanOptions, Target, refuse_path
+from numba_prefix.planning.work import Cutter
 from numba_prefix.planning.workspace import ALIGNMENT
 from numba_prefix.rules.tiling import round_up
+from numba_prefix.runtime.num_threads import resolved
 
 MAX_PENDING = 64  # calls of a thread whose block tables are still to be judged, before it waits for the oldest
 
@@ -61,12 +65,82 @@ class Bound:
     spare: list[Parameters] = field(default_factory=list)
 
 
-def available(device: str) -> None:
-    """Raise TargetUnavailableError if this GPU ("cuda:0"; "cpu" for any) can't be used."""
-    if device == "cpu":
-        get_driver()
-    else:
-        get_device(_ordinal(device))
+class CudaTarget(Target):
+    """An operation on one GPU."""
+
+    _bound: tuple[Problem, Operands, Any, Bound | None]  # None: to be bound at every run, to dense copies
+
+    def __init__(self, problem: Problem, operands: Operands, options: PlanOptions, cut_tiles: Cutter) -> None:
+        """cut_tiles: tiling's, compiled."""
+        resolved(options.num_threads)  # raises for a wrong one, as on other targets
+        refuse_path(options.path, "cuda")
+        self._options = options
+        look_at_pending()
+        if options.is_one_shot:
+            refuse_capture(self._stream(None, operands.q), operands.q)
+        self.plan, self._reason = plan(
+            problem, operands, options.lengths, options.held_blocks, options.is_part, options.validate, cut_tiles
+        )
+
+    @staticmethod
+    def available(device: str) -> None:
+        """Raise TargetUnavailableError if this GPU ("cuda:0"; "cpu" for any) can't be used."""
+        if device == "cpu":
+            get_driver()
+        else:
+            get_device(_ordinal(device))
+
+    @property
+    def reason(self) -> str:
+        return self._reason
+
+    @property
+    def workspace_bytes(self) -> int:
+        return self.plan.workspace_bytes
+
+    def check_tables(self, problem: Problem, operands: Operands) -> None:
+        """Raise what the kernel, which checks the block ids that it follows, has found so far."""
+        self.plan.look()
+
+    def allocate(self, q: Tensor, shape: tuple[int, ...], dtype: str) -> Any:
+        with streams.scope(self._stream(None, q), q):
+            return empty_like(q, shape, dtype)
+
+    def bind(self, problem: Problem, operands: Operands, lse: Any) -> None:
+        bound = None
+        if are_dense(operands):
+            bound = self._bind(problem, operands, lse, self._stream(None, operands.q), (operands, lse))
+        self._bound = problem, operands, lse, bound
+
+    def _bind(self, problem: Problem, dense: Operands, lse: Any, stream: int, memory: Any) -> Bound:
+        assert dense.out is not None
+        described = None if lse is None else describe(lse, "lse")
+        return bind(self.plan, problem, dense, dense.out, described, stream, memory)
+
+    def run(self, workspace: Any, num_threads: int | None = None, stream: Any = None) -> None:
+        problem, operands, lse, bound = self._bound  # read once: another thread may rebind
+        self.plan.look()
+        owner = self._options.stream if stream is None else stream
+        handle = self._stream(stream, operands.q)
+        if bound is not None:
+            run(self.plan, bound, workspace, handle, owner)
+            return
+        with streams.scope(handle, operands.q):
+            dense = dense_operands(operands)
+            run(self.plan, self._bind(problem, dense, lse, handle, (operands, dense, lse)), workspace, handle, owner)
+            assert operands.out is not None
+            assert dense.out is not None
+            settle(self.plan, dense, dense.out, operands.out, handle)
+
+    def check(self) -> None:
+        check(self.plan)
+
+    def detach(self) -> None:
+        leave_pending(self.plan, self._stream(None, self._bound[1].q))
+
+    def _stream(self, given: Any, q: Tensor) -> int:
+        """The handle of the stream given for one run, or of that which was planned for."""
+        return streams.stream_for(self._options.stream if given is None else given, q)
 
 
 def plan(

@@ -84,14 +84,13 @@ def prefix_encoder(
     )  # fmt: skip
     lengths = check_lengths(problem, seq_len, kv_seq_len)
     held = check_held_blocks(problem, held_blocks)
-    operation = Op(
-        problem, operands, lengths, Context(target, num_threads, stream), return_lse, validate, held, is_single=True
-    )
-    if out is None:
-        operation._allocate_out(query, problem.dtype)
-    operation._run(workspace)
-    operation._leave()
-    return (operation.out, operation.lse) if return_lse else operation.out
+    op = Op(
+        problem, operands, lengths, Context(target, num_threads, stream),
+        return_lse=return_lse, validate=validate, held_blocks=held, is_one_shot=True,
+    )  # fmt: skip
+    op.planned.run(workspace)
+    op.planned.detach()
+    return (op.out, op.lse) if return_lse else op.out
 
 
 def plan_partial(
@@ -110,9 +109,7 @@ def plan_partial(
     qk_scale. Arguments, kinds of arrays and errors are those of prefix_encoder."""
     problem, operands = static_problem(query, key, value, block_tables, **options)
     lengths, held = check_lengths(problem, seq_len, kv_seq_len), check_held_blocks(problem, held_blocks)
-    operation = Op(problem, operands, lengths, context, return_lse=True, held_blocks=held, is_part=True)
-    operation._allocate_out(query, "float32")
-    return operation
+    return Op(problem, operands, lengths, context, return_lse=True, held_blocks=held, is_part=True)
 
 
 def self_attention_prefix_encoder_get_workspace_size(
@@ -143,8 +140,8 @@ def self_attention_prefix_encoder_get_workspace_size(
     if operands.out is None:
         raise TypeError("attn_out: got None, expected an array like query")
     lengths = check_lengths(problem, seq_len, kv_seq_len)
-    operation = Op(problem, operands, lengths, Context() if context is None else _check_context(context))
-    return operation.workspace_size, operation
+    op = Op(problem, operands, lengths, Context() if context is None else _check_context(context))
+    return op.workspace_size, op
 
 
 def self_attention_prefix_encoder(workspace: Any, workspace_size: int, op: Op, context: Context | None = None) -> None:
@@ -173,8 +170,7 @@ def self_attention_prefix_encoder(workspace: Any, workspace_size: int, op: Op, c
         num_threads = threads.resolved(context.num_threads)
     if workspace is None and op.workspace_size > 0:
         raise ValueError(f"workspace: got None, expected a buffer of {op.workspace_size} bytes")
-    op._check_tables()
-    op._run(workspace, num_threads, stream)
+    op.planned.run(workspace, num_threads, stream)
 
 
 def check_flag(name: str, given: Any) -> None:

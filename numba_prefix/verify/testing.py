@@ -42,9 +42,10 @@ class Inputs:
     def arguments(self) -> dict[str, Any]:
         return {name: getattr(self, name) for name in self.__slots__}
 
-    def plan(self, context: Context) -> tuple[Op, Any]:
+    def plan(self, context: Context, path: str | None = None) -> tuple[Op, Any]:
         """An operation with lse, and its output; both are poisoned. For target "cuda" all arrays are copied to a GPU, on which
-        the outputs are. Raises what prefix_encoder would."""
+        the outputs are. path: the CPU's instruction-set path to take. Raises what prefix_encoder would, and ValueError for a
+        path that cannot be taken."""
         arguments = self.arguments()
         lengths = arguments.pop("seq_len"), arguments.pop("kv_seq_len")
         q = describe(self.query, "query")
@@ -55,7 +56,7 @@ class Inputs:
         if context.target == "cuda":
             arguments, out = _on_gpu(arguments, out)
             problem, operands = static_problem(**arguments, out=out)
-        op = Op(problem, operands, check_lengths(problem, *lengths), context, return_lse=True)
+        op = Op(problem, operands, check_lengths(problem, *lengths), context, return_lse=True, path=path)
         if op.target == "cuda":
             op.lse.set(np.full(op.lse.shape, np.nan, np.float32))
         else:

@@ -27,7 +27,7 @@ def item_heads(case: Any, num_threads: int) -> int:
         case.query, case.key, case.value, case.block_tables, None, case.seq_len, case.kv_seq_len, None, "causal",
         case.query.shape[1], case.key.shape[2], case.qk_scale, np.empty_like(case.query), nbp.Context("cpu", num_threads),
     )  # fmt: skip
-    return int(op._runner._plan.params["item_heads"])
+    return int(op.planned.plan.params["item_heads"])
 
 
 def test_how_many() -> None:

@@ -21,7 +21,8 @@ from cases import DTYPES, MASK_FORMS, Case, make_case, run, same_bits, with_mask
 from fences import fence, fenced, fenced_bytes
 
 import numba_prefix as nbp
-from numba_prefix.front import paged, runners
+from numba_prefix.front import paged
+from numba_prefix.planning import target as planning_target
 
 HEAD_SIZES = (1, 16, 72, 128, 256)
 # Query and key lengths: single tokens, some over pages that are exactly full, one long enough to be split; and chunks.
@@ -64,7 +65,7 @@ def check(case: Case, target: str, *, what: str = "") -> None:
     for is_at_end in (True, False):
         inside = fence(case, is_at_end)
         out = fenced(np.full(case.query.shape, np.nan, case.query.dtype), is_at_end)
-        with mock.patch.object(runners, "empty_like", fenced_like(is_at_end)):
+        with mock.patch.object(planning_target, "empty_like", fenced_like(is_at_end)):
             _, lse = run(inside, target, return_lse=True, out=out)
         same_bits(out, expected)
         same_bits(lse, expected_lse)
