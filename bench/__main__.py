@@ -1,9 +1,10 @@
 """`python -m bench`: this package against other CPU implementations on the same data.
 
-All run in one process: gate (each contender against the float64 oracle on a cut-down case; no figures if our result fails)
--> cold start -> cases. Contenders take turns round by round, with a pause before each so that
-spinning threads of one don't slow the next. The quoted figure is the median over rounds of the
-ratio of times. JSON is the record; the README's table is made from it (--readme).
+All run in one process: gate (each contender against the float64 oracle on a cut-down case; no
+figures if our result fails) -> cold start -> cases. Contenders take turns round by round, with a
+pause before each so that spinning threads of one don't slow the next. The quoted figure is the
+median over rounds of the ratio of times. JSON is the record; the README's table is made from it
+(--readme).
 """
 
 from __future__ import annotations

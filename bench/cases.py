@@ -20,7 +20,8 @@ class Case:
 
     @property
     def flops(self) -> float:
-        """4 * head_size for each (query head, query, visible key); a causal mask halves a square."""
+        """4 * head_size for each (query head, query, visible key); a causal mask halves a
+        square."""
         pairs = sum(q * (kv - q) + q * (q + 1) / 2 for q, kv in zip(self.q_len, self.kv_len, strict=True))
         return 4.0 * self.head_size * self.head_num * pairs
 

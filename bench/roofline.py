@@ -61,7 +61,8 @@ def blocks_at_once(gpu: Gpu, cc: str, registers: int, shared_bytes: int) -> tupl
 
 
 def clocks(gpu: Gpu, family: str, head_dim: int) -> dict[str, float]:
-    """Clocks of a multiprocessor for one score of a whole key tile: products, reads of shared memory, exponentials."""
+    """Clocks of a multiprocessor for one score of a whole key tile: products, reads of shared
+    memory, exponentials."""
     flops = 4.0 * head_dim
     # mma: each of 4 warps reads the whole key and value tile for its 16 rows. fma: a thread reads 4
     # numbers of each of its 4 rows and keys for 64 products (2 and 2 for 16 with large heads);

@@ -150,7 +150,8 @@ def contiguous_strides(shape: tuple[int, ...]) -> tuple[int, ...]:
 
 @lru_cache(maxsize=1024)
 def span(shape: tuple[int, ...], strides: tuple[int, ...]) -> tuple[int, int]:
-    """First and one-past-last element touched, relative to element [0, …, 0]; (0, 0) for an empty array."""
+    """First and one-past-last element touched, relative to element [0, …, 0]; (0, 0) for an empty
+    array."""
     if 0 in shape:
         return 0, 0
     reach = [(n - 1) * s for n, s in zip(shape, strides, strict=True)]
@@ -335,7 +336,8 @@ def _open_capsule(capsule: Any, name: str) -> tuple[DLTensor, bool]:
 
 
 def _describe_dlpack(obj: Any, name: str) -> Tensor:
-    # The capsule is never marked as used: its own destructor calls the producer's deleter once the Tensor is gone.
+    # The capsule is never marked as used: its own destructor calls the producer's deleter once the
+    # Tensor is gone.
     try:
         try:
             capsule = obj.__dlpack__(max_version=(_DLPACK_MAJOR, 0))

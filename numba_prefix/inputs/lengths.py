@@ -20,10 +20,12 @@ SMALL_TABLE = 1 << 14  # entries; a larger table may be mostly unread
 
 
 def check_lengths(problem: Problem, seq_len: Any, kv_seq_len: Any) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """int64 [batch] each: query tokens and total key tokens of every sequence, checked against the problem.
+    """int64 [batch] each: query tokens and total key tokens of every sequence, checked against the
+    problem.
 
-    Takes lists, tuples, NumPy arrays and CPU tensors of any integer type, [batch]. A sequence without query tokens may
-    have any kv_seq_len >= 0. Raises TypeError (bool, float, GPU memory) and ValueError, naming the sequence.
+    Takes lists, tuples, NumPy arrays and CPU tensors of any integer type, [batch]. A sequence
+    without query tokens may have any kv_seq_len >= 0. Raises TypeError (bool, float, GPU memory)
+    and ValueError, naming the sequence.
     """
     if _are_short_lists(seq_len, kv_seq_len):
         return _known_lengths(problem, tuple(seq_len), tuple(kv_seq_len))
@@ -171,7 +173,8 @@ def _length_error(name: str, value: Any, sequence: int) -> ValueError:
 
 
 def _check_each_length(problem: Problem, q_len: NDArray[np.int64], kv_len: NDArray[np.int64], limit: int) -> None:
-    """Raise for the first length that is out of bounds; sequences without query tokens have no upper bound."""
+    """Raise for the first length that is out of bounds; sequences without query tokens have no
+    upper bound."""
     is_read = q_len > 0
     for name, lengths in (("seq_len", q_len), ("kv_seq_len", kv_len)):
         is_bad = (lengths < 0) | ((lengths > INT32_MAX) & is_read)

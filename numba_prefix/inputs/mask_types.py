@@ -15,7 +15,8 @@ TEMPLATE_SIZE = 2 * TEMPLATE_BLOCK
 
 
 class MaskType(IntEnum):
-    """Mask kinds, numbered as on the operator's own page (ATB's C++ header numbers them differently)."""
+    """Mask kinds, numbered as on the operator's own page (ATB's C++ header numbers them
+    differently)."""
 
     NONE = 0
     ALIBI_COMPRESS = 3
@@ -33,9 +34,11 @@ class MaskType(IntEnum):
 
     @classmethod
     def parse(cls, value: Any) -> MaskType:
-        """A MaskType from a member, its number, or a name (any case) as this package, ATB or torch_npu spell it.
+        """A MaskType from a member, its number, or a name (any case) as this package, ATB or
+        torch_npu spell it.
 
-        Raises TypeError for another type, ValueError (listing what is accepted) for an unknown number or name.
+        Raises TypeError for another type, ValueError (listing what is accepted) for an unknown
+        number or name.
         """
         if type(value) is cls:
             return value
@@ -91,7 +94,8 @@ _ATB_HEADER = {
 
 
 def alibi_slopes(head_num: int) -> NDArray[np.float32]:
-    """Positive slopes, float32 [head_num]: Press et al., "Train Short, Test Long" (2022), section 3.
+    """Positive slopes, float32 [head_num]: Press et al., "Train Short, Test Long" (2022), section
+    3.
 
     A power of two n gets 2**(-8/n), 2**(-16/n), …; any other count takes those of the power of two
     below it and fills up with every other slope of the power of two above it, as the authors' code

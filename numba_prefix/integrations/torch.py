@@ -110,8 +110,8 @@ def npu_self_attention_prefix_encoder(
     mask, slopes  ATB's ALiBi template and its coefficients, float32 [q_headnum], negative as ATB's
                   callers pass them
     mask_type     "mask_type_causal_mask" (also None), "mask_type_norm_compress",
-                  "mask_type_alibi_compress", "mask_type_alibi_compress_sort" (torch_npu's spelling of
-                  sqrt), or any name that MaskType knows
+                  "mask_type_alibi_compress", "mask_type_alibi_compress_sort" (torch_npu's spelling
+                  of sqrt), or any name that MaskType knows
 
     Returns a tensor like query. Raises TypeError and ValueError naming the argument as
     numba_prefix.prefix_encoder spells it.

@@ -58,9 +58,9 @@ def reference(
 ) -> Any:
     """The operator in float64; arguments and errors are those of prefix_encoder.
 
-    Returns float64, shaped as query; with return_lse also float64 [num_tokens, head_num]: the natural log of
-    sum_j exp(score). A row without a visible score above -inf is 0, its lse -inf. A score of NaN or +inf makes its row
-    (and lse) NaN. Tensors on a GPU are copied to the host.
+    Returns float64, shaped as query; with return_lse also float64 [num_tokens, head_num]: the
+    natural log of sum_j exp(score). A row without a visible score above -inf is 0, its lse -inf. A
+    score of NaN or +inf makes its row (and lse) NaN. Tensors on a GPU are copied to the host.
     """
     inputs = (query, key, value, block_tables, mask, slopes, held_blocks)
     out, lse = _attend(inputs, seq_len, kv_seq_len, (mask_type, head_num, kv_head_num, qk_scale), np.float64)
@@ -98,10 +98,11 @@ def naive(
 
 
 def budget(out: Any, ref: NDArray[np.float64], naive: NDArray[Any]) -> Budget:
-    """Compare `out` (float16, bfloat16 or float32 array) with `ref`, given the errors of `naive`, all of one shape.
+    """Compare `out` (float16, bfloat16 or float32 array) with `ref`, given the errors of `naive`,
+    all of one shape.
 
-    Allowed are max|out - ref| <= 2 * max|naive - ref| + 2 * eps * max|ref| and
-    mean|out - ref| <= mean|naive - ref| + eps * mean|ref|, eps being the spacing of out's dtype at 1. NaNs have to be
+    Allowed are max|out - ref| <= 2 * max|naive - ref| + 2 * eps * max|ref| and mean|out - ref| <=
+    mean|naive - ref| + eps * mean|ref|, eps being the spacing of out's dtype at 1. NaNs have to be
     where ref has them, and infinities too, with their signs.
     """
     t = describe(_to_host(out), "out")
@@ -253,7 +254,8 @@ class _Biases:
 
 
 def _softmax_average(scores: _Floats, visible: NDArray[np.bool_], values: _Floats) -> tuple[_Floats, _Floats]:
-    """softmax(scores) @ values over the visible keys, [rows, head_size], and log sum exp, [rows]."""
+    """softmax(scores) @ values over the visible keys, [rows, head_size], and log sum exp,
+    [rows]."""
     scores = np.where(visible, scores, -np.inf)
     row_max = scores.max(axis=1, keepdims=True)
     is_empty = np.isneginf(row_max)

@@ -66,7 +66,8 @@ def modules_in(folders: Iterable[str]) -> list[str]:
 
 
 def code_of(module: str) -> bytes:
-    """A module's source, or its bytecode where an installation has no sources (compileall -b, frozen programs)."""
+    """A module's source, or its bytecode where an installation has no sources (compileall -b,
+    frozen programs)."""
     spec = importlib.util.find_spec(module)
     loader: Any = spec.loader if spec is not None else None
     source = loader.get_source(module)

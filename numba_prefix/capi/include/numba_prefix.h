@@ -104,7 +104,8 @@ enum {
  * the operation is destroyed or planned again.
  */
 typedef struct NumbaPrefixTensor {
-    /* address of element [0, ..., 0], aligned to the element's size; may be NULL without elements */
+    /* address of element [0, ..., 0], a multiple of the element's size;
+     * may be NULL if there are no elements */
     void *data;
     const int64_t *dims;    /* [num_dims] */
     const int64_t *strides; /* [num_dims], in elements, of either sign; NULL: dense, row-major */

@@ -70,8 +70,8 @@ def head_parallel_prefix_encoder(
     """prefix_encoder where each rank has some of the heads. The arguments that differ from its own:
 
     query         torch tensor, this rank's query heads; ranks hold consecutive heads, in rank order
-    key, value    this rank's kv heads; shares may differ in size (head_share), not in query heads per
-                  kv head
+    key, value    this rank's kv heads; shares may differ in size (head_share), not in query heads
+                  per kv head
     head_num      number of this rank's query heads; kv_head_num likewise
     slopes        float32 for the query heads of all ranks, in order
     mask          None, the template [256, 256], or [heads of all ranks, mask_len, 128]
@@ -149,9 +149,9 @@ def context_parallel_prefix_encoder(
 
     query         torch tensor
     key, value    this rank's own blocks, of one block_size on all ranks; a rank may have none
-    block_tables  [batch, max_block_num]: this rank's physical blocks of each sequence's logical blocks
-    held_blocks   bool [batch, max_block_num], on the host: the logical blocks that this rank has; table
-                  entries of others may hold anything. Exactly one rank holds each block below
+    block_tables  [batch, max_block_num]: this rank's physical block of each logical block
+    held_blocks   bool [batch, max_block_num], on the host: the logical blocks that this rank has;
+                  table entries of others may hold anything. Exactly one rank holds each block below
                   kv_seq_len
     group         a torch.distributed group; None: the default one
 
@@ -209,7 +209,8 @@ def _check_tensor(query: Any) -> None:
 
 
 def _check_holders(ranks: Ranks, held: Any, lengths: tuple[Any, Any], block_size: int) -> None:
-    """Raise ValueError, on every rank, for the first block below kv_seq_len that not exactly one rank holds."""
+    """Raise ValueError, on every rank, for the first block below kv_seq_len that not exactly one
+    rank holds."""
     q_len, kv_len = lengths
     num_blocks = np.where(q_len > 0, -(-kv_len // block_size), 0)
     width = int(num_blocks.max(initial=0))
