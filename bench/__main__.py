@@ -1,8 +1,10 @@
-"""`python -m bench`: this package against other CPU implementations, on the same data, in one process.
+"""`python -m bench`: this package against other CPU implementations on the same data.
 
-Gate (each contender against the float64 oracle on a cut-down case; ours red: no figures) -> cold start -> cases. Contenders
-take turns round by round, with a pause before each so that no one's spinning threads slow the next; what is quoted is the
-median over rounds of the ratio of times. JSON is the record, the README's table is made from it (--readme).
+All run in one process: gate (each contender against the float64 oracle on a cut-down case; no
+figures if our result fails) -> cold start -> cases. Contenders take turns round by round, with a
+pause before each so that spinning threads of one don't slow the next. The quoted figure is the
+median over rounds of the ratio of times. JSON is the record; the README's table is made from it
+(--readme).
 """
 
 from __future__ import annotations
@@ -59,7 +61,8 @@ def cold_start() -> dict[str, float]:
 
 
 def line_up(case: Case, dtype: str, num_threads: int, has_vllm: bool) -> tuple[Any, dict[str, contenders.Run]]:
-    """Who is measured. What is named "alone" computes no attention: it is what the micro-kernel or the memory can do."""
+    """The contenders of a case. Those named "alone" compute no attention: they show the limits of
+    the micro-kernel and of the memory."""
     import torch
 
     data = make_data(case, getattr(torch, dtype))
@@ -121,7 +124,8 @@ def measure(runs: dict[str, contenders.Run], rounds: int, pause: float) -> dict[
 
 
 def row_of(case: Case, dtype: str, times: dict[str, list[float]]) -> dict[str, Any]:
-    """GFLOP/s of everyone, and how many times faster we are: the median over rounds of the ratio."""
+    """GFLOP/s of every contender, and our speed relative to each: the median over rounds of the
+    ratio."""
     speeds = {name: case.flops / statistics.median(seconds) / 1e9 for name, seconds in times.items()}
     ratios = {
         name: float(np.median(np.array(seconds) / np.array(times["ours"])))
@@ -140,7 +144,7 @@ def show(row: dict[str, Any]) -> str:
 
 
 def markdown(record: dict[str, Any]) -> str:
-    """The README's table: times faster than each peer; below 1 we lose."""
+    """The README's table: our speed relative to each peer; below 1 we lose."""
     peers = [name for name in ("sdpa", "vllm") if any(p.startswith(name) for r in record["rows"] for p in r["ratio"])]
     names = {"sdpa": "PyTorch SDPA", "vllm": "vLLM"}
     lines = ["| case | dtype | GFLOP/s | " + " | ".join(f"x {names[p]}" for p in peers) + " | 1 → 2 threads |"]

@@ -1,4 +1,4 @@
-"""The arguments of every command, and what an error or an interruption means for the exit code."""
+"""The arguments of every command, and the exit codes of errors and interruptions."""
 
 from __future__ import annotations
 
@@ -32,13 +32,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
         return EXIT_INTERRUPTED
-    except BrokenPipeError:  # whoever read stdout has left; the interpreter must not flush into it either
+    # The reader of stdout has left; the interpreter must not flush into it either.
+    except BrokenPipeError:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return EXIT_OK
 
 
 def _check_environment() -> None:
-    """Before a command has read a file or compiled anything."""
+    """Report wrong environment variables before a command has read a file or compiled anything."""
     from numba_prefix.cpu.isa import forced_path
     from numba_prefix.runtime.num_threads import thread_cap
 
@@ -50,7 +51,7 @@ def _check_environment() -> None:
 
 
 def _command(name: str) -> Callable[[argparse.Namespace], int]:
-    """A command's function. Commands bring Numba with them, `--help` does not."""
+    """A command's function. Commands import Numba, `--help` does not."""
     if name == "run":
         from numba_prefix.cli import run
 

@@ -1,7 +1,8 @@
-"""A pytest plugin (-p emulated): paths whose instructions this CPU lacks, with those imitated in plain vector code.
+"""A pytest plugin (-p emulated): paths whose instructions this CPU lacks, with these imitated in
+plain vector code.
 
-What is imitated is the instructions alone, by Intel's description of them; all that surrounds them is what ships. Tiles are one
-set for the process: problems have to stay on one thread.
+Only the instructions are imitated, by Intel's description of them; the code around them is the
+shipped code. The process has one set of tiles: problems have to stay on one thread.
 """
 
 from __future__ import annotations
@@ -20,7 +21,8 @@ from numba_prefix.cpu.simd.memory import load1_i32, load_f32, load_i32, splat_f3
 from numba_prefix.rules.elementwise import multiply_add, where
 
 TILE = 1024
-MEMORY = np.full(amx_tiles.NUM_TILES * TILE, 0xFF, np.uint8)  # NaN: a tile that is used before it is loaded shows
+# NaN: a tile that is used before it is loaded shows.
+MEMORY = np.full(amx_tiles.NUM_TILES * TILE, 0xFF, np.uint8)
 BASE = MEMORY.ctypes.data
 ZERO, SMALLEST = np.float32(0.0), np.float32(2.0**-126)
 
@@ -45,7 +47,7 @@ def tile_store(tile: Any, address: Any, stride: Any) -> None:
 
 @inline
 def flushed(x: Any) -> Any:
-    """As these instructions see numbers: subnormal ones are 0."""
+    """The number as these instructions see it: subnormal ones are 0."""
     return where((x < SMALLEST) & (x > -SMALLEST), ZERO, x)
 
 
@@ -86,7 +88,8 @@ def is_real(path: Path) -> bool:
 
 
 def install() -> None:
-    """Before anything asks for a path. Real ones stay real; kernels of the others are not kept on disk."""
+    """Replace the paths, before any code asks for one. Real ones stay real; kernels of the others
+    are not kept on disk."""
     lacking = {path for path in PATHS if not is_real(path)}
     if avx512_bf16.PATH in lacking:
         bf16_pairs.dot_pairs = dot_pairs

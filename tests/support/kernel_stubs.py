@@ -1,4 +1,5 @@
-"""Tiny kernels that stand in for a family: what they do is told by the `bias` of their spec. One kernel = a thread a number."""
+"""Tiny kernels in place of a family: the `bias` of their spec names the one to compile. A thread
+computes one number."""
 
 from __future__ import annotations
 
@@ -24,7 +25,7 @@ def spec_of(kind: str, **changes: Any) -> KernelSpec:
 
 @contextmanager
 def stubs() -> Iterator[None]:
-    """All families are these."""
+    """Put the stubs in place of all families."""
     before = dict(compiler.FAMILIES)
     compiler.FAMILIES.update(dict.fromkeys(before, __name__))
     compiler._lto_ir.cache_clear()
@@ -57,7 +58,8 @@ def scaled() -> Callable[..., Any]:
 
 
 def arithmetic() -> Callable[..., Any]:
-    """What options could change: a sum of a product, a quotient, a root, and tests for NaN and infinity."""
+    """The operations that compiler options could change: a sum of a product, a quotient, a root,
+    tests for NaN and infinity."""
     import math
 
     from numba_prefix.cuda.kernel import ptx
@@ -75,7 +77,7 @@ def arithmetic() -> Callable[..., Any]:
 
 
 def double() -> Callable[..., Any]:
-    """A literal without a type is a float64, and so is all that it touches."""
+    """A literal without a type, which is a float64, and so is every result of it."""
     from numba_prefix.cuda.kernel import ptx
 
     def kernel(call: Any, factors: Any) -> None:
@@ -89,7 +91,7 @@ def spilled() -> Callable[..., Any]:
 
     from numba_prefix.cuda.kernel import ptx
 
-    # Each thread has its own: what all have in common would be kept in uniform registers.
+    # Each thread has its own: a value common to all would be kept in uniform registers.
     def kernel(call: Any, factors: Any) -> None:
         numbers = cuda.local.array(SPILLED_NUMBERS, float32)
         for i in range(SPILLED_NUMBERS):
@@ -106,7 +108,7 @@ def spilled() -> Callable[..., Any]:
 
 
 def local() -> Callable[..., Any]:
-    """An array whose index is not known when compiled has no registers."""
+    """An array whose index is unknown at compile time, so that it is not kept in registers."""
     from numba import cuda, float32
 
     from numba_prefix.cuda.kernel import ptx

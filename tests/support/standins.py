@@ -1,6 +1,8 @@
-"""Kernels in NumPy that obey the launch ABI of the CUDA target to the letter: they know nothing but a launch's parameters.
+"""Kernels in NumPy that obey the launch ABI of the CUDA target to the letter: a launch's parameters
+are all that they know.
 
-What a test sees through them is what the host told the GPU: addresses, strides, tables, factors, splits and the flag.
+Through them a test sees the parameters that the host gave to the GPU: addresses, strides, tables,
+factors, splits and the flag.
 """
 
 from __future__ import annotations
@@ -26,7 +28,7 @@ F32 = np.float32
 
 
 def compile_kernel(spec: c.KernelSpec, cc: tuple[int, int]) -> Compiled:
-    """In place of numba_prefix.cuda.compile.cubins.kernel."""
+    """Replacement of numba_prefix.cuda.compile.cubins.kernel."""
     fields = {name: getattr(spec, name) for name in c.KernelSpec.__slots__} | {"cc": cc}
     block_m, block_n = BLOCKS[spec.family]
     return Compiled(
@@ -37,7 +39,7 @@ def compile_kernel(spec: c.KernelSpec, cc: tuple[int, int]) -> Compiled:
 
 
 def execute(launched: Launched, memory: Memory) -> None:
-    """For FakeDriver(execute=...)."""
+    """Run a launch, for FakeDriver(execute=...)."""
     fields = ast.literal_eval(launched.cubin.decode())
     del fields["cc"]
     spec = c.KernelSpec(**fields)
@@ -113,7 +115,8 @@ class _Kernel:
         return m_i, l_i, acc
 
     def keys(self, entry: Any, sequence: Any, kv_head: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """Positions, keys and values of an entry's range; a block that does not exist is flagged and counts as zeros."""
+        """Positions, keys and values of a work item's range; a block that does not exist is flagged
+        and counts as zeros."""
         call, head_size = self.call, self.call[c.HEAD_SIZE]
         dtype = DTYPES[self.spec.dtype]
         count = entry[tiling.N_END] - entry[tiling.N_BEGIN]
@@ -176,7 +179,7 @@ class _Kernel:
         return masks.template_left_align_bias(slope, entry, last, kv_pos)
 
     def partial(self, entry: Any, split_idx: int, kv_head: int, rows: int) -> tuple[np.ndarray, ...]:
-        """acc [rows, head_size], m_i [rows], l_i [rows]."""
+        """Arrays of one split: acc [rows, head_size], m_i [rows], l_i [rows]."""
         call, head_size = self.call, self.call[c.HEAD_SIZE]
         size = tiling.partial_floats(rows, head_size)
         offset = entry[tiling.PARTIAL_OFFSET] + (split_idx * call[c.KV_HEAD_NUM] + kv_head) * size

@@ -1,5 +1,7 @@
-"""Compiles what is a path's own of its kernel for a CPU that has it, wherever this runs (nothing is executed), and tells what
-came out."""
+"""Compiles a path's own part of its kernel for a CPU that has the path, on any machine.
+
+Nothing is executed; prints facts about the code.
+"""
 
 from __future__ import annotations
 
