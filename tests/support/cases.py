@@ -234,7 +234,7 @@ def run(case: Case, target: str, /, **overrides: Any) -> Any:
 
 
 def bias_of(case: Case, head: int, p: int, j: np.ndarray) -> np.ndarray:
-    """The bias of section 3 of the contract, word by word, in float64."""
+    """The bias of section 3 of tests/contract.md, word by word, in float64."""
     kind = MaskType.parse(case.mask_type)
     if kind in (MaskType.NONE, MaskType.CAUSAL_MASK):
         return np.zeros(len(j))
