@@ -113,6 +113,13 @@ def _add_run(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> N
     parser.add_argument("--mask-type", type=_mask_type, help="name or number, instead of the file's")
     parser.add_argument("--qk-scale", type=float, help="instead of the file's")
     parser.add_argument("--target", choices=("auto", "cpu", "cuda", "reference"), default="auto")
+    parser.add_argument(
+        "--compare",
+        type=_compared,
+        metavar="NAME,...",
+        help="compute on each of these targets and instruction-set paths (cpu cuda reference amx avx512_bf16 vector), judge the "
+        "outputs by the oracle, and name the first wrong row, head and key tile",
+    )
     _add_threads(parser)
 
 
@@ -182,6 +189,16 @@ def _add_chat_demo(commands: argparse._SubParsersAction[argparse.ArgumentParser]
 
 def _add_threads(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--threads", type=_positive, metavar="N", help="most CPU threads (default: all it may use)")
+
+
+def _compared(text: str) -> list[str]:
+    from numba_prefix.verify.compare import NAMES
+
+    names = text.split(",")
+    for name in names:
+        if name not in NAMES:
+            raise argparse.ArgumentTypeError(f"got {name!r}, expected names of {', '.join(NAMES)}")
+    return names
 
 
 def _positive(text: str) -> int:

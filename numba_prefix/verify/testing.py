@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from numba_prefix.front.operation import Context, Op
 from numba_prefix.front.targets import cuda_target
 from numba_prefix.inputs.arrays import bits, describe
-from numba_prefix.inputs.lengths import check_lengths
+from numba_prefix.inputs.lengths import check_held_blocks, check_lengths
 from numba_prefix.inputs.mask_types import MaskType, alibi_slopes
 from numba_prefix.inputs.problem import FLOAT_DTYPES, Problem, static_problem
 from numba_prefix.reference.oracle import Budget, budget, naive, reference
@@ -42,10 +42,10 @@ class Inputs:
     def arguments(self) -> dict[str, Any]:
         return {name: getattr(self, name) for name in self.__slots__}
 
-    def plan(self, context: Context, path: str | None = None) -> tuple[Op, Any]:
+    def plan(self, context: Context, path: str | None = None, held_blocks: Any = None) -> tuple[Op, Any]:
         """An operation with lse, and its output; both are poisoned. For target "cuda" all arrays are copied to a GPU, on which
-        the outputs are. path: the CPU's instruction-set path to take. Raises what prefix_encoder would, and ValueError for a
-        path that cannot be taken."""
+        the outputs are. path: the CPU's instruction-set path to take. held_blocks: as of prefix_encoder. Raises what that
+        would, and ValueError for a path that cannot be taken."""
         arguments = self.arguments()
         lengths = arguments.pop("seq_len"), arguments.pop("kv_seq_len")
         q = describe(self.query, "query")
@@ -56,7 +56,8 @@ class Inputs:
         if context.target == "cuda":
             arguments, out = _on_gpu(arguments, out)
             problem, operands = static_problem(**arguments, out=out)
-        op = Op(problem, operands, check_lengths(problem, *lengths), context, return_lse=True, path=path)
+        checked, held = check_lengths(problem, *lengths), check_held_blocks(problem, held_blocks)
+        op = Op(problem, operands, checked, context, return_lse=True, held_blocks=held, path=path)
         if op.target == "cuda":
             op.lse.set(np.full(op.lse.shape, np.nan, np.float32))
         else:
@@ -78,6 +79,17 @@ def _on_gpu(arguments: dict[str, Any], out: Any) -> tuple[dict[str, Any], Any]:
     if arguments["mask"] is not None:
         moved["mask"] = GpuArray.of(arguments["mask"])
     return arguments | moved, None if out is None else GpuArray.of(out)
+
+
+def with_heads(inputs: Inputs) -> Inputs:
+    """The same problem with a 3-D query. Raises ValueError if head_num does not fit."""
+    shape = describe(inputs.query, "query").shape
+    if len(shape) != 2:
+        return inputs
+    heads = inputs.head_num
+    if heads is None or heads < 1 or shape[1] % heads:
+        raise ValueError(f"head_num: got {heads}, expected a divisor of query's {shape[1]} columns")
+    return replace(inputs, query=inputs.query.reshape(shape[0], heads, shape[1] // heads))
 
 
 def on_host(array: Any) -> Any:

@@ -19,8 +19,8 @@ from numba.core.serialize import dumps
 
 from numba_prefix.runtime import disk_cache
 
-# Every module in these folders takes part in a compiled kernel, or in compiling it.
-_FOLDERS = ("rules", "cpu.kernel", "cpu.simd", "cpu.compile")
+# Every module in these folders may take part in a compiled kernel, or in compiling it.
+_FOLDERS = ("rules", "planning", "cpu.kernel", "cpu.paths", "cpu.simd", "cpu.compile")
 
 
 @functools.cache
