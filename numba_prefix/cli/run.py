@@ -109,7 +109,8 @@ def time_runs(op: Op) -> list[float]:
 
 
 def _overridden(inputs: Inputs, mask_type: Any, qk_scale: float | None) -> tuple[Inputs, list[str]]:
-    """The file's problem with what the command line says instead, and remarks about what follows from that."""
+    """The file's problem with what the command line says instead, and remarks about what follows
+    from that."""
     remarks: list[str] = []
     if qk_scale is not None:
         inputs = replace(inputs, qk_scale=qk_scale)

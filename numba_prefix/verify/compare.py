@@ -1,4 +1,5 @@
-"""One problem on several targets or instruction-set paths: which results are wrong, and where first."""
+"""One problem on several targets or instruction-set paths: which results are wrong, and where
+first."""
 
 from __future__ import annotations
 
@@ -47,10 +48,12 @@ class Judged:
 
 
 def compare(inputs: Inputs, names: Sequence[str], num_threads: int | None = None) -> list[Judged]:
-    """Compute a problem with a 3-D query on each of `names` (of NAMES) and judge the outputs by the oracle.
+    """Compute a problem with a 3-D query on each of `names` (of NAMES) and judge the outputs by the
+    oracle.
 
-    An element is wrong if it is further from the oracle than the error budget allows, or not finite where the oracle is.
-    Raises what planning raises: ValueError for a path that this machine lacks, TargetUnavailableError for a target.
+    An element is wrong if it is further from the oracle than the error budget allows, or not finite
+    where the oracle is. Raises what planning raises: ValueError for a path that this machine lacks,
+    TargetUnavailableError for a target.
     """
     expected, plain = _oracle(inputs, None)
     judged = []
@@ -78,7 +81,7 @@ def _oracle(inputs: Inputs, held_blocks: Any) -> tuple[Any, Any]:
 
 
 def _wrong(out: Any, expected: NDArray[np.float64], allowed: float) -> NDArray[np.bool_]:
-    """Which elements are wrong, as `expected` is shaped."""
+    """Whether each element is wrong, bool [as expected]."""
     got = _values(out)
     is_same = (got == expected) | (np.isnan(got) & np.isnan(expected))
     with np.errstate(invalid="ignore"):

@@ -1,4 +1,5 @@
-"""A problem that is run to be judged: random or somebody's inputs, poisoned outputs, the oracle's verdict."""
+"""A problem that is run to be judged: random or somebody's inputs, poisoned outputs, the oracle's
+verdict."""
 
 from __future__ import annotations
 
@@ -43,9 +44,10 @@ class Inputs:
         return {name: getattr(self, name) for name in self.__slots__}
 
     def plan(self, context: Context, path: str | None = None, held_blocks: Any = None) -> tuple[Op, Any]:
-        """An operation with lse, and its output; both are poisoned. For target "cuda" all arrays are copied to a GPU, on which
-        the outputs are. path: the CPU's instruction-set path to take. held_blocks: as of prefix_encoder. Raises what that
-        would, and ValueError for a path that cannot be taken."""
+        """An operation with lse, and its output; both are poisoned. For target "cuda" all arrays
+        are copied to a GPU, on which the outputs are. path: the CPU's instruction-set path to take.
+        held_blocks: as of prefix_encoder. Raises what that would, and ValueError for a path that
+        cannot be taken."""
         arguments = self.arguments()
         lengths = arguments.pop("seq_len"), arguments.pop("kv_seq_len")
         q = describe(self.query, "query")
@@ -98,7 +100,8 @@ def on_host(array: Any) -> Any:
 
 
 def bfloat16_array(stored: NDArray[np.uint16], name: str) -> Any:
-    """bfloat16 given by its bits, as an argument: without a copy, and also where ml_dtypes is not installed."""
+    """bfloat16 given by its bits, as an argument: without a copy, and also where ml_dtypes is not
+    installed."""
     try:
         import ml_dtypes
     except ImportError:
@@ -138,7 +141,8 @@ def visible_pairs(mask_type: MaskType, q_len: Sequence[int], kv_len: Sequence[in
 
 
 def flops(problem: Problem, q_len: Sequence[int], kv_len: Sequence[int]) -> float:
-    """4 * head_size (a multiplication and an addition in each product) for every head and visible pair."""
+    """4 * head_size (a multiplication and an addition in each product) for every head and visible
+    pair."""
     return 4.0 * problem.head_size * problem.head_num * visible_pairs(problem.mask_type, q_len, kv_len)
 
 
@@ -155,8 +159,9 @@ def random_inputs(
     qk_scale: float | None = None,
     seed: int = 0,
 ) -> Inputs:
-    """Normally distributed data in shuffled pages; every slot that no sequence addresses is NaN. ALiBi kinds get the
-    paper's slopes. qk_scale None: 1 / sqrt(head_size). dtype: "float16", "bfloat16" or "float32"."""
+    """Normally distributed data in shuffled pages; every slot that no sequence addresses is NaN.
+    ALiBi kinds get the paper's slopes. qk_scale None: 1 / sqrt(head_size). dtype: "float16",
+    "bfloat16" or "float32"."""
     rng = np.random.default_rng(seed)
     kind = MaskType.parse(mask_type)
     num_pages = [-(-kv // block_size) for kv in kv_len]
@@ -196,8 +201,8 @@ def _normal(rng: np.random.Generator, shape: tuple[int, ...], dtype: str, name: 
 
 
 def sample_rows(inputs: Inputs, problem: Problem, max_rows: int, seed: int = 0) -> tuple[NDArray[np.int64], Inputs]:
-    """Some rows of a problem with a 3-D query (its first and last among them), and the smaller problem that they are:
-    each row a sequence of one token."""
+    """Some rows of a problem with a 3-D query (its first and last among them), and the smaller
+    problem that they are: each row a sequence of one token."""
     q_len, kv_len = np.asarray(inputs.seq_len, np.int64), np.asarray(inputs.kv_seq_len, np.int64)
     total = int(q_len.sum())
     inner = np.random.default_rng(seed).integers(0, total, max(0, max_rows - 2))

@@ -1,12 +1,11 @@
-"""How functions that only kernels call are compiled: to LLVM's language, for kernels to be linked of, and no further.
+"""Compiles device functions to LLVM IR only; the kernel that links them does the rest.
 
-Numba optimises each such function with all that it calls, and makes machine code of it which nobody calls, before it does so
-with the kernel: of 25 s for the first kernel that took 5.
+Numba optimises each such function with all that it calls, and makes machine code of it that nothing
+calls, before it does so with the kernel: of 25 s for the first kernel that took 5.
 """
 
 from __future__ import annotations
 
-import weakref
 from typing import Any
 
 from numba.core import codegen
@@ -24,7 +23,6 @@ class DeviceFunctionLibrary(codegen.JITCodeLibrary):
     def _finalize_final_module(self) -> None:
         self._finalize_dynamic_globals()
         self._verify_declare_only_symbols()
-        self._final_module.__library = weakref.proxy(self)
         self._finalized = True
 
     def get_pointer_to_function(self, name: str) -> int:

@@ -20,14 +20,16 @@ from numba_prefix.runtime.exit_guard import StopAtExit
 from numba_prefix.runtime.signal_guard import keep_over_forks
 from numba_prefix.runtime.typing_cache import remembered_types
 
-# error_model: an integer division is one instruction, no branch that raises. No fastmath: infinities and NaN are real here.
-# boundscheck is off whatever the environment says: indices come from the validated plan.
+# error_model: an integer division is one instruction, no branch that raises. No fastmath:
+# infinities and NaN are real here. boundscheck is off whatever the environment says: indices come
+# from the validated plan.
 DEVICE_OPTIONS = {"error_model": "numpy", "boundscheck": False, "no_cfunc_wrapper": True, "_nrt": False}
 OPTIONS = {"nopython": True, "nogil": True, **DEVICE_OPTIONS}
 
 
 class Kernel(CPUDispatcher):
-    """A kernel is compiled even where NUMBA_DISABLE_JIT asks for Python: there is no Python version of it to debug."""
+    """A kernel is compiled even where NUMBA_DISABLE_JIT asks for Python: there is no Python version
+    of it to debug."""
 
     def compile(self, sig: Any) -> Any:
         listening = event.install_listener("numba:run_pass", _at_exit)

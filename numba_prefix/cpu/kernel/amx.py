@@ -1,6 +1,8 @@
-"""Path `amx`: the products of pairs of bfloat16 on AMX's tiles, 32 keys or dimensions times 32 rows at a time.
+"""Path `amx`: the products of pairs of bfloat16 on AMX's tiles, 32 keys or dimensions times 32 rows
+at a time.
 
-Tiles 0 to 3 are accumulators [A's upper or lower 16 rows, first or second panel], 4 and 5 hold A, 6 and 7 hold B.
+Tiles 0 to 3 are accumulators [A's upper or lower 16 rows, first or second panel], 4 and 5 hold A, 6
+and 7 hold B.
 """
 
 from __future__ import annotations
@@ -23,8 +25,8 @@ TILE_ROW = 64
 
 @device_function
 def pack_values(params: Any, is_clean: Any, list_ptr: Any, num_keys: Any, scratch_ptr: Any) -> Any:
-    """Packs listed value rows as [plane][dimension][key]; returns whether there are infinities or NaN, which become 0 if
-    is_clean."""
+    """Packs listed value rows as [plane][dimension][key]; returns whether there are infinities or
+    NaN, which become 0 if is_clean."""
     depth, pitch = round_up(params.head_size, 16), params.v_pitch
     staged_ptr, staged_list_ptr = scratch_ptr + params.staging_offset, scratch_ptr + params.entries_offset
     spare_ptr = staged_list_ptr + 8 * STEP_N
@@ -49,7 +51,8 @@ def pack_values(params: Any, is_clean: Any, list_ptr: Any, num_keys: Any, scratc
 
 @device_function
 def exp_some(softmax_ptr: Any) -> None:
-    """Computes some chunks of exponentials after each group of products, so that all are done when the last group is."""
+    """Computes some chunks of exponentials after each group of products, so that all are done when
+    the last group is."""
     credit = load1_i64(softmax_ptr + CREDIT) + load1_i64(softmax_ptr + NUM_CHUNKS)
     groups = load1_i64(softmax_ptr + GROUPS)
     chunk = load1_i64(softmax_ptr + NEXT_CHUNK)
@@ -83,8 +86,8 @@ def multiply_of(
 def multiply(
     is_tall: Any, is_wide: Any, a_ptr: Any, a_pitch: Any, b_ptr: Any, b_panel: Any, num_steps: Any, softmax_ptr: Any
 ) -> None:
-    """Accumulators += A [32 if is_tall, else 16 rows] . B [two panels if is_wide, else one] over num_steps tiles of each, with
-    exponentials computed in between."""
+    """Accumulators += A [32 if is_tall, else 16 rows] . B [two panels if is_wide, else one] over
+    num_steps tiles of each, with exponentials computed in between."""
     if is_tall:
         if is_wide:
             multiply_of(True, True, a_ptr, a_pitch, b_ptr, b_panel, num_steps, softmax_ptr)
@@ -107,7 +110,8 @@ def score(params: Any, scoring: Any, softmax_ptr: Any) -> None:
     tile_zero(3)
     multiply(True, is_wide, keys_ptr, pitch, q_t_ptr, panel, num_steps, softmax_ptr)
     if params.planes == 2:
-        # The product of the low planes, too: the log-sum-exp is float32, and 2**-16 of a score would show in it.
+        # The product of the low planes, too: the log-sum-exp is float32, and 2**-16 of a score
+        # would show in it.
         low_ptr, q_low_ptr = keys_ptr + plane_bytes(params), q_t_ptr + num_steps * TILE
         multiply(True, is_wide, low_ptr, pitch, q_t_ptr, panel, num_steps, softmax_ptr)
         multiply(True, is_wide, keys_ptr, pitch, q_low_ptr, panel, num_steps, softmax_ptr)
@@ -150,8 +154,8 @@ def add(params: Any, adding: Any, softmax_ptr: Any, scratch_ptr: Any) -> None:
 
 @device_function
 def step(params: Any, scoring: Any, softmax_ptr: Any, adding: Any, scratch_ptr: Any) -> None:
-    """Interleaves groups of four products, 64 cycles, with about as many cycles of exponentials: a CPU looks some 500
-    instructions ahead, no further."""
+    """Interleaves groups of four products, 64 cycles, with about as many cycles of exponentials: a
+    CPU looks some 500 instructions ahead, no further."""
     planes, width = params.planes, scoring[2]
     _, _, num_keys, first, end, _, _, _ = adding
     groups = ceil_div(end - first, PAIR_DIMS) * ceil_div(num_keys, STEP_N) * (3 if planes == 2 else 1)

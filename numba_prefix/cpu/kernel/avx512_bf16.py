@@ -1,4 +1,5 @@
-"""Path `avx512_bf16`: the micro-kernels of path `vector` on pairs of bfloat16, two products an instruction (vdpbf16ps)."""
+"""Path `avx512_bf16`: the micro-kernels of path `vector` on pairs of bfloat16, two products an
+instruction (vdpbf16ps)."""
 
 from __future__ import annotations
 
@@ -20,8 +21,8 @@ output_product, output_product_1 = (make_product(panels, finish_output, dot_pair
 
 @device_function
 def pack_values(params: Any, is_clean: Any, list_ptr: Any, num_keys: Any, scratch_ptr: Any) -> Any:
-    """Packs listed value rows as [pair of keys][dimension][2]; returns whether there are infinities or NaN, which become 0 if
-    is_clean."""
+    """Packs listed value rows as [pair of keys][dimension][2]; returns whether there are infinities
+    or NaN, which become 0 if is_clean."""
     is_non_finite = False
     for j in range(ceil_div(num_keys, 2)):
         target_ptr = scratch_ptr + params.v_rows_offset + j * params.v_pitch

@@ -1,7 +1,8 @@
-"""Decode: the tile loop for a sequence's few query rows (tiling.fold_rows). Keys and values are read once, where they lie.
+"""Decode: the tile loop for a sequence's few query rows (tiling.fold_rows). Keys and values are
+read once, where they lie.
 
-Folded layout: with R rows a vector of scores holds 16 / R keys, lane = key * R + row; acc is [R, head_size] float32.
-Rows past the last real one repeat it.
+Folded layout: with R rows a vector of scores holds 16 / R keys, lane = key * R + row; acc is [R,
+head_size] float32. Rows past the last real one repeat it.
 """
 
 from __future__ import annotations
@@ -76,7 +77,8 @@ def fold_sum(lanes: Any, fold_rows: Any) -> Any:
 def start_decode(
     params: Any, sequence: Any, runs: Any, rows: Any, fold_rows: Any, kv_head: Any, scratch_ptr: Any
 ) -> None:
-    """Lays out query rows [R, head_size] as float32, what the rules need in all 16 lanes, and an empty state."""
+    """Lays out query rows [R, head_size] as float32, what the rules need in all 16 lanes, and an
+    empty state."""
     head_size, pitch = params.head_size, params.row_pitch
     for lane in range(16):
         row = lane & (fold_rows - 1)
@@ -100,8 +102,8 @@ def score_decode(
     k_list_ptr: Any,
     scratch_ptr: Any,
 ) -> None:
-    """Products, rule chain and probabilities of num_keys keys; leaves alpha. Asks for the values that come next: rows of one head
-    are too far apart for the hardware to see them coming."""
+    """Products, rule chain and probabilities of num_keys keys; leaves alpha. Asks for the values
+    that come next: rows of one head are too far apart for the hardware to see them coming."""
     s_ptr, v_list_ptr = scratch_ptr + params.s_offset, scratch_ptr + params.v_list_offset
     q_ptr, entries_ptr = scratch_ptr + params.q_t_offset, scratch_ptr + params.entries_offset
     state_ptr = scratch_ptr + params.state_offset
@@ -112,7 +114,8 @@ def score_decode(
         k_at_ptr, v_at_ptr = k_list_ptr + 8 * i * step, v_list_ptr + 8 * i * step
         score_vector(code, k_at_ptr, v_at_ptr, q_ptr, params.row_pitch, depth, s_ptr + i * VECTOR_BYTES)
     slope, bias_pos, begin, end = rows_of_panel(params, 0, scratch_ptr)
-    # A vector that is not full has lanes for keys past the tile: of the same sequence, where not all its keys are held.
+    # A vector that is not full has lanes for keys past the tile: of the same sequence, where not
+    # all its keys are held.
     tile_end = splat_i32(kv_pos + num_keys)
     rows = slope, bias_pos, begin, where(end < tile_end, end, tile_end)
     keys = kv_pos, step, load_i32(scratch_ptr + params.kv_lane_offset)
@@ -168,7 +171,8 @@ def has_non_finite_values(params: Any, num_keys: Any, scratch_ptr: Any) -> Any:
 
 @device_function
 def output_non_finite_decode(params: Any, fold_rows: Any, kv_pos: Any, num_keys: Any, scratch_ptr: Any) -> None:
-    """The output product with values that are not finite: a probability of 0 must not meet them. The same sums, the same bits."""
+    """The output product with values that are not finite: a probability of 0 must not meet them.
+    The same sums, the same bits."""
     item = item_bytes(params.dtype)
     for row in range(fold_rows):
         begin, _, _, end = range_of_lanes(params, row, row, scratch_ptr)
@@ -194,8 +198,8 @@ def pages_of_head(pages: Any, head_stride: Any, head: Any) -> Any:
 def attend_decode(
     params: Any, work_item: Any, sequence: Any, runs: Any, fold_rows: Any, pages: Any, scratch_ptr: Any
 ) -> None:
-    """Attends to all keys of one work item, a key tile for each of its heads in turn. Key rows are listed a turn ahead, so that
-    they can be asked for in time."""
+    """Attends to all keys of one work item, a key tile for each of its heads in turn. Key rows are
+    listed a turn ahead, so that they can be asked for in time."""
     k_pages, v_pages = pages
     kv_idx, n_end, head = work_item[tiling.N_BEGIN], work_item[tiling.N_END], 0
     kv_pos, num_keys = tiling.key_tile(runs, sequence, kv_idx, n_end, DECODE_N)
@@ -282,7 +286,8 @@ def store_output_decode(params: Any, sequence: Any, rows: Any, fold_rows: Any, k
 def finish_decode(
     params: Any, work_item: Any, sequence: Any, rows: Any, fold_rows: Any, kv_head: Any, scratch_ptr: Any
 ) -> None:
-    """Brings the state of one head's tile to output rows, or that of a split to where the last of its splits finds it."""
+    """Brings the state of one head's tile to output rows, or that of a split to where the last of
+    its splits finds it."""
     if work_item[tiling.NUM_SPLITS] > 1:
         partial_ptr = partial_address(params, work_item, work_item[tiling.SPLIT_IDX], kv_head, rows)
         store_partial_decode(params, partial_ptr, fold_rows, scratch_ptr)
@@ -304,7 +309,8 @@ def decode_item(
     pages: Any,
     scratch_ptr: Any,
 ) -> None:
-    """One work item of a sequence with few rows: item_heads kv heads from kv_head on, whose keys are taken in turns."""
+    """One work item of a sequence with few rows: item_heads kv heads from kv_head on, whose keys
+    are taken in turns."""
     for head in range(params.item_heads):
         start_decode(params, sequence, runs, rows, fold_rows, kv_head + head, scratch_ptr + head * params.head_bytes)
     attend_decode(params, work_item, sequence, runs, fold_rows, pages, scratch_ptr)

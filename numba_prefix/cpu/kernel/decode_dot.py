@@ -1,7 +1,8 @@
 """Micro-kernels for few query rows (decode): lanes run along the head, so that no lane is empty.
 
-With R rows (1, 4 or 8) a vector of scores holds 16 / R keys: lane = key * R + row. Keys and values are read where they
-lie, in the caller's dtype, through a list of row addresses; head_size is a multiple of 16.
+With R rows (1, 4 or 8) a vector of scores holds 16 / R keys: lane = key * R + row. Keys and values
+are read where they lie, in the caller's dtype, through a list of row addresses; head_size is a
+multiple of 16.
 """
 
 from __future__ import annotations
@@ -16,10 +17,11 @@ from numba_prefix.cpu.simd.features import features
 from numba_prefix.cpu.simd.lanes import F32, I32, I64, LANES, call, f32x16, splat
 from numba_prefix.cpu.simd.memory import I16, bf16_to_f32, emit_prefetch, f16_to_f32, pointer
 
-# Accumulators of 16 lanes kept in registers at a time: 16 where there are 32 vector registers of 16 lanes, 4 elsewhere.
+# Accumulators of 16 lanes kept in registers at a time: 16 where there are 32 vector registers of 16
+# lanes, 4 elsewhere.
 DOTS = 16 if "avx512f" in features() else 4
-# Lanes and number of a score's sums, in registers as wide as the CPU's: with 8 of 8 lanes (2 keys times 4 rows) there are 6
-# loads for 8 multiply-adds; 4 of 16 lanes had 10.
+# Lanes and number of a score's sums, in registers as wide as the CPU's: with 8 of 8 lanes (2 keys
+# times 4 rows) there are 6 loads for 8 multiply-adds; 4 of 16 lanes had 10.
 WIDTH, SUMS = (16, 16) if "avx512f" in features() else (8, 8) if "avx" in features() else (4, 8)
 GROUP = 4  # sums that become one vector, by additions across its lanes
 FOLD_ROWS = (1, 4, 8)  # as tiling.fold_rows
@@ -37,7 +39,8 @@ def _load_row(builder: ir.IRBuilder, dtype: str, address: ir.Value, count: int =
 
 
 def _count_loop(builder: ir.IRBuilder, count: ir.Value, start: list[ir.Value], body: Any) -> list[ir.Value]:
-    """Runs body(i, values) -> values for i in range(count), count > 0; values are kept in phi nodes."""
+    """Runs body(i, values) -> values for i in range(count), count > 0; values are kept in phi
+    nodes."""
     before = builder.block
     loop, after = builder.append_basic_block("dots.loop"), builder.append_basic_block("dots.after")
     builder.branch(loop)
@@ -122,8 +125,9 @@ def _emit_scores(builder: ir.IRBuilder, args: Any, rows: int, dtype: str) -> Non
             for k in some_keys if some_rows[0] == 0 else ():
                 emit_prefetch(builder, builder.add(asked_for[k], at_k))
             sum_of = dict(zip(blocks, acc, strict=True))
-            # One row's parts stay in registers while its keys come one after the other; with all first parts before all
-            # second ones, one sum of 8 went through the stack (Haswell). Several rows' parts serve all keys in turn.
+            # One row's parts stay in registers while its keys come one after the other; with all
+            # first parts before all second ones, one sum of 8 went through the stack (Haswell).
+            # Several rows' parts serve all keys in turn.
             at_x = range(0, LANES, WIDTH)
             order = [(x, k) for x in at_x for k in some_keys]
             if len(some_rows) == 1:
@@ -151,7 +155,7 @@ def _emit_scores(builder: ir.IRBuilder, args: Any, rows: int, dtype: str) -> Non
 
 
 def _emit_values(builder: ir.IRBuilder, args: Any, rows: int, dtype: str, num_vectors: int) -> None:
-    """As many rows at a time as the accumulators allow."""
+    """Emits passes over as many rows at once as the accumulators allow."""
     step = min(rows, max(1, DOTS // num_vectors))
     for first in range(0, rows, step):
         _emit_value_rows(builder, args, rows, range(first, first + step), dtype, num_vectors)
@@ -224,13 +228,12 @@ def add_values(
     typingctx: Any, code: Any, sources: Any, next_keys: Any, offset: Any, p: Any, num_keys: Any, acc: Any, acc_pitch: Any,
     alpha: Any, is_wide: Any,
 ) -> Any:  # fmt: skip
-    """acc[row, x] = alpha[row] * acc[row, x] + sum over keys of p[key, row] * V[key, x], for 16 x; if wide, for
-    VALUE_COLUMNS[R] times as many.
+    """acc[row, x] = alpha[row] * acc[row, x] + sum over keys of p[key, row] * V[key, x], for 16 x;
+    if wide, for VALUE_COLUMNS[R] times as many.
 
     code: decode.micro_kernel_code; sources: address of a list of row addresses; next_keys: of rows
-    that are needed next, which it asks for;
-    offset: bytes into each row; p: float32 [num_keys, R]; alpha: float32 [R]. The sum over keys starts at zero, as in
-    cpu/kernel/prefill_f32_gemm.py.
+    that are needed next, which it asks for; offset: bytes into each row; p: float32 [num_keys, R];
+    alpha: float32 [R]. The sum over keys starts at zero, as in cpu/kernel/prefill_f32_gemm.py.
     """
 
     def codegen(context: Any, builder: Any, sig: Any, args: Any) -> Any:

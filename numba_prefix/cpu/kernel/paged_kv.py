@@ -1,4 +1,5 @@
-"""Rows between the caller's arrays and a worker's scratch: walking pages, widening to float32 and narrowing back."""
+"""Rows between the caller's arrays and a worker's scratch: walking pages, widening to float32 and
+narrowing back."""
 
 from __future__ import annotations
 
@@ -120,7 +121,8 @@ def widen_rows_of(
 def widen_rows(
     dtype: Any, source_ptr: Any, source_pitch: Any, target_ptr: Any, pitch: Any, num_rows: Any, size: Any
 ) -> None:
-    """Rows of `size` elements as float32, filled up with zeros to whole vectors; nothing past a row is read."""
+    """Rows of `size` elements as float32, filled up with zeros to whole vectors; nothing past a row
+    is read."""
     if dtype == c.FLOAT16:
         widen_rows_of(c.FLOAT16, source_ptr, source_pitch, target_ptr, pitch, num_rows, size)
     elif dtype == c.BFLOAT16:
@@ -162,8 +164,9 @@ def narrow_row(dtype: Any, source_ptr: Any, target_ptr: Any, size: Any) -> None:
 
 @inline
 def pages_of(params: Any, work_item: Any, kv_head: Any) -> Any:
-    """Pages of keys and pages of values of a work item's sequence and one kv head: for each of them the address of the head in
-    the cache, its byte strides from block to block and from slot to slot, and the address of the sequence's block table."""
+    """Pages of keys and pages of values of a work item's sequence and one kv head: for each of them
+    the address of the head in the cache, its byte strides from block to block and from slot to
+    slot, and the address of the sequence's block table."""
     table_ptr = params.table_ptr + work_item[SEQUENCE] * params.table_row_stride
     k_ptr = params.k_ptr + kv_head * params.k_head_stride
     v_ptr = params.v_ptr + kv_head * params.v_head_stride
@@ -175,7 +178,8 @@ def pages_of(params: Any, work_item: Any, kv_head: Any) -> Any:
 
 @inline
 def rows_in_page(params: Any, pages: Any, kv_pos: Any, num_keys: Any) -> Any:
-    """Address of the row of the key at kv_pos, and how many of num_keys rows from there on lie in the same page."""
+    """Address of the row of the key at kv_pos, and how many of num_keys rows from there on lie in
+    the same page."""
     cache_ptr, block_stride, slot_stride, table_ptr = pages
     logical_block = logical_block_of(kv_pos, params.block_size)
     slot = kv_pos - logical_block * params.block_size
@@ -185,7 +189,8 @@ def rows_in_page(params: Any, pages: Any, kv_pos: Any, num_keys: Any) -> Any:
 
 @device_function
 def load_pages(params: Any, pages: Any, kv_pos: Any, num_keys: Any, rows_ptr: Any) -> None:
-    """Widens the rows of num_keys keys from kv_pos on, page by page; a tile may span pages and a page may span tiles."""
+    """Widens the rows of num_keys keys from kv_pos on, page by page; a tile may span pages and a
+    page may span tiles."""
     slot_stride, done = pages[2], 0
     while done < num_keys:
         source_ptr, count = rows_in_page(params, pages, kv_pos + done, num_keys - done)
@@ -196,8 +201,8 @@ def load_pages(params: Any, pages: Any, kv_pos: Any, num_keys: Any, rows_ptr: An
 
 @device_function
 def list_rows(params: Any, pages: Any, kv_pos: Any, num_keys: Any, length: Any, list_ptr: Any) -> None:
-    """Lists the addresses (int64) of the rows of num_keys keys from kv_pos on, then up to `length` the last one again (or the
-    cache itself, if there is none)."""
+    """Lists the addresses (int64) of the rows of num_keys keys from kv_pos on, then up to `length`
+    the last one again (or the cache itself, if there is none)."""
     slot_stride, done = pages[2], 0
     row_ptr = pages[0]
     while done < num_keys:
@@ -212,7 +217,8 @@ def list_rows(params: Any, pages: Any, kv_pos: Any, num_keys: Any, length: Any, 
 
 @inline
 def prefetch_rows(list_ptr: Any, count: Any, row_bytes: Any) -> None:
-    """Asks for listed rows: those of one head are too far apart for the hardware to see them coming."""
+    """Asks for listed rows: those of one head are too far apart for the hardware to see them
+    coming."""
     for j in range(count):
         row = load1_i64(list_ptr + 8 * j)
         for offset in range(0, row_bytes, 64):

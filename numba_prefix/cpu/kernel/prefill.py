@@ -1,6 +1,7 @@
 """Prefill on all paths: the state of a tile's rows, from an empty one to output rows.
 
-State and accumulators are panels of 16 rows, one row a lane: acc [panel, head_size, 16], m_i and l_i [panel, 2, 16].
+State and accumulators are panels of 16 rows, one row a lane: acc [panel, head_size, 16], m_i and
+l_i [panel, 2, 16].
 """
 
 from __future__ import annotations
@@ -76,7 +77,8 @@ def store_partial(params: Any, partial_ptr: Any, num_panels: Any, scratch_ptr: A
 
 @device_function
 def merge_partials(params: Any, work_item: Any, kv_head: Any, rows: Any, scratch_ptr: Any) -> None:
-    """Merges the states of all splits of a tile into its own, in order of their keys whichever was done last."""
+    """Merges the states of all splits of a tile into its own, in order of their keys whichever was
+    done last."""
     depth = round_up(params.head_size, 16)
     num_splits = work_item[tiling.NUM_SPLITS]
     for panel in range(lane_rows(rows) >> 4):
@@ -104,7 +106,8 @@ def merge_partials(params: Any, work_item: Any, kv_head: Any, rows: Any, scratch
 def finish_prefill(
     params: Any, work_item: Any, sequence: Any, first_row: Any, rows: Any, kv_head: Any, scratch_ptr: Any
 ) -> None:
-    """Brings the state of one head's tile to output rows, or that of a split to where the last of its splits finds it."""
+    """Brings the state of one head's tile to output rows, or that of a split to where the last of
+    its splits finds it."""
     if work_item[tiling.NUM_SPLITS] > 1:
         partial_ptr = partial_address(params, work_item, work_item[tiling.SPLIT_IDX], kv_head, rows)
         store_partial(params, partial_ptr, lane_rows(rows) >> 4, scratch_ptr)

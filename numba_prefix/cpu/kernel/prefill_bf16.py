@@ -1,17 +1,20 @@
-"""Prefill on the bfloat16 paths, which multiply pairs of bfloat16: on AMX tiles, or by vdpbf16ps on vectors.
+"""Prefill on the bfloat16 paths, which multiply pairs of bfloat16: on AMX tiles, or by vdpbf16ps on
+vectors.
 
     S^T[key, row] += K[key, pair] . Q^T[pair, row]    a pair: two dimensions
     O^T[dim, row] += V^T[dim, pair] . P^T[pair, row]  a pair: two keys
 
-Probabilities of bfloat16 inputs are rounded to bfloat16. A float16 input or probability is the sum of two bfloat16, a high and a
-low plane; of the four products of values and probabilities that of the low planes is left out: 2**-16 of the whole, where float16
-rounds by 2**-11.
+Probabilities of bfloat16 inputs are rounded to bfloat16. A float16 input or probability is the sum
+of two bfloat16, a high and a low plane; of the four products of values and probabilities that of
+the low planes is left out: 2**-16 of the whole, where float16 rounds by 2**-11.
 
-These instructions take numbers below 2**-126 (1.2e-38) as 0, in and out, as those of other paths do not.
+These instructions take numbers below 2**-126 (1.2e-38) as 0, in and out, as those of other paths do
+not.
 
-Up to PACK_N keys and values are packed at once. A software pipeline of three stages then takes each strip of two panels through
-them, BLOCK_N keys a turn: S = K . Q of one turn, softmax of the turn before, O += V . P of the one before that, in steps of 32
-keys, so that vector code runs beside the tile unit.
+Up to PACK_N keys and values are packed at once. A software pipeline of three stages then takes each
+strip of two panels through them, BLOCK_N keys a turn: S = K . Q of one turn, softmax of the turn
+before, O += V . P of the one before that, in steps of 32 keys, so that vector code runs beside the
+tile unit.
 """
 
 from __future__ import annotations
@@ -105,8 +108,8 @@ def p_of_turn(params: Any, turn: Any, scratch_ptr: Any) -> Any:
 def load_queries(
     params: Any, sequence: Any, runs: Any, first_row: Any, rows: Any, kv_head: Any, scratch_ptr: Any
 ) -> None:
-    """Lays out query rows as panels of pairs [plane][pair of dimensions, 16], and what the rules need of each row. Lanes past the
-    last row repeat it, so that they never widen a key range."""
+    """Lays out query rows as panels of pairs [plane][pair of dimensions, 16], and what the rules
+    need of each row. Lanes past the last row repeat it, so that they never widen a key range."""
     row_ptr, packed_ptr = scratch_ptr + params.staging_offset, scratch_ptr + params.k_rows_offset
     pitch, row_pairs = params.k_pitch, params.planes * (round_up(params.head_size, PAIR_DIMS) // 2)
     is_non_finite = False
@@ -125,8 +128,8 @@ def load_queries(
 
 @device_function
 def scores_non_finite(params: Any, list_ptr: Any, panel: Any, s_ptr: Any, num_keys: Any, scratch_ptr: Any) -> None:
-    """Mends the products of one panel of float16 rows with listed keys where one of them is not finite: a low plane of 0 may have
-    met an infinity. Others keep their bits."""
+    """Mends the products of one panel of float16 rows with listed keys where one of them is not
+    finite: a low plane of 0 may have met an infinity. Others keep their bits."""
     q_t_ptr = scratch_ptr + params.q_t_offset + panel * panel_q_bytes(params)
     q_low = (round_up(params.head_size, PAIR_DIMS) // 2) * VECTOR_BYTES
     for j in range(num_keys):
@@ -163,8 +166,8 @@ def add_non_finite_of(
 def add_non_finite(
     params: Any, list_ptr: Any, panel: Any, p_ptr: Any, kv_pos: Any, num_keys: Any, scratch_ptr: Any
 ) -> None:
-    """Adds values that are not finite, which the product had as 0, to the rows of a panel that see them: the probability 0 of a
-    hidden key must not meet them."""
+    """Adds values that are not finite, which the product had as 0, to the rows of a panel that see
+    them: the probability 0 of a hidden key must not meet them."""
     if params.planes == 2:
         add_non_finite_of(c.FLOAT16, params, list_ptr, panel, p_ptr, kv_pos, num_keys, scratch_ptr)
     else:
@@ -173,8 +176,8 @@ def add_non_finite(
 
 @inline
 def keys_of_strip(params: Any, panel: Any, num_panels: Any, kv_pos: Any, num_keys: Any, scratch_ptr: Any) -> Any:
-    """Of the keys from kv_pos on, those that some row of a strip sees: the first, as a whole number of BLOCK_N, and one past
-    the last. None past the last strip."""
+    """Keys from kv_pos on that some row of a strip sees: the first, as a whole number
+    of BLOCK_N, and one past the last. None past the last strip."""
     first, stop = 0, 0
     if panel < num_panels:
         begin, _, _, end = range_of_lanes(params, 16 * panel, 16 * min(panel + STRIP, num_panels) - 1, scratch_ptr)
@@ -190,26 +193,31 @@ def dims_of_step(params: Any, i: Any) -> Any:
 
 
 def make_attend(pack_values: Any, scale_acc: Any, step: Any) -> Any:
-    """attend_keys of a path, made of its micro-kernels:
+    """Makes a path's attend_keys of its micro-kernels.
 
     pack_values  packs the values of a list of rows, whose number is a multiple of STEP_N
-    scale_acc    (params, acc_ptr, alpha_ptr): multiplies a panel's accumulators by alpha, unless step does
-    step         (params, scoring, softmax_ptr, adding, scratch_ptr): a pipeline step: a share of each of three stages,
-                 any of which may have nothing to do
+    scale_acc    (params, acc_ptr, alpha_ptr): multiplies a panel's accumulators by alpha, unless
+                 step does
+    step         (params, scoring, softmax_ptr, adding, scratch_ptr): a pipeline step, which is a
+                 share of each of three stages; any of them may have nothing to do
 
-        scoring      (keys_ptr, q_t_ptr, width, s_ptr): S = K . Q of STEP_N keys and `width` panels; none if width is 0
-        softmax_ptr  the record of prefill_bf16_softmax.py: NUM_CHUNKS chunks of exponentials (exp_chunk)
-        adding       (key, p_ptr, num_keys, first, end, width, acc_ptr, alphas_ptr): O += V . P for dimensions `first` to
-                     `end` of `width` panels and the values from `key` on; none if first is end
+        scoring      (keys_ptr, q_t_ptr, width, s_ptr): S = K . Q of STEP_N keys and `width`
+                     panels; none if width is 0
+        softmax_ptr  the record of prefill_bf16_softmax.py: NUM_CHUNKS chunks of exponentials
+        adding       (key, p_ptr, num_keys, first, end, width, acc_ptr, alphas_ptr): O += V . P for
+                     dimensions `first` to `end` of `width` panels and the values from `key` on;
+                     none if first is end
     """
 
     @device_function
     def attend_pack(
         params: Any, num_panels: Any, kv_pos: Any, num_keys: Any, lists: Any, num_next: Any, scratch_ptr: Any
     ) -> None:
-        """Attends all strips to up to PACK_N keys, BLOCK_N at a time; meanwhile the next rows come into the cache.
+        """Attends all strips to up to PACK_N keys, BLOCK_N at a time; meanwhile the next rows come
+        into the cache.
 
-        lists: addresses of the lists of key rows and value rows, and of num_next of each that come next.
+        lists: addresses of the lists of key rows and value rows, and of num_next of each that come
+        next.
         """
         k_list_ptr, v_list_ptr, next_k_list_ptr, next_v_list_ptr = lists
         k_rows_ptr, staging_ptr = scratch_ptr + params.k_rows_offset, scratch_ptr + params.staging_offset
@@ -221,7 +229,8 @@ def make_attend(pack_values: Any, scale_acc: Any, step: Any) -> Any:
             pack_values(params, True, v_list_ptr, num_keys, scratch_ptr)
         row_bytes = params.head_size * item_bytes(params.dtype)
         turns = ceil_div(num_panels, STRIP) * ceil_div(num_keys, BLOCK_N) + 2
-        # The first panel of a strip, and a key: a turn scores what the next one exponentiates and the one after that adds.
+        # The first panel of a strip, and a key: a turn scores what the next one exponentiates and
+        # the one after that adds.
         score_at = exp_at = add_at = 0
         exp_key = add_key = 0
         score_key, stop = keys_of_strip(params, 0, num_panels, kv_pos, num_keys, scratch_ptr)
@@ -299,7 +308,8 @@ def make_attend(pack_values: Any, scale_acc: Any, step: Any) -> Any:
         v_pages: Any,
         scratch_ptr: Any,
     ) -> None:
-        """Attends all panels of a tile to the keys of one work item, whose rows are listed a pack ahead."""
+        """Attends all panels of a tile to the keys of one work item, whose rows are listed a pack
+        ahead."""
         kv_idx, n_end = work_item[tiling.N_BEGIN], work_item[tiling.N_END]
         k_list_ptr, v_list_ptr = scratch_ptr + params.k_list_offset, scratch_ptr + params.v_list_offset
         next_k_list_ptr, next_v_list_ptr = k_list_ptr + 8 * PACK_N, v_list_ptr + 8 * PACK_N

@@ -1,7 +1,9 @@
-"""Keys and values as bfloat16 in a worker's scratch, laid out as the bfloat16 paths want them (scratch.bf16_scratch).
+"""Keys and values as bfloat16 in a worker's scratch, laid out as the bfloat16 paths want them
+(scratch.bf16_scratch).
 
-A bfloat16 stays what it is. A float16 becomes the sum of two, exactly: `high`, what is left of it when its last bits are cut
-off, and `low`, the rest, kept apart in a second plane. Infinities and NaN are all in the high plane.
+A bfloat16 stays what it is. A float16 becomes the sum of two, exactly: `high`, what is left of it
+when its last bits are cut off, and `low`, the rest, kept apart in a second plane. Infinities and
+NaN are all in the high plane.
 """
 
 from __future__ import annotations
@@ -38,7 +40,8 @@ def low_of(x: Any) -> Any:
 
 @device_function
 def load_tail(dtype: Any, address: Any, count: Any, spare_ptr: Any) -> Any:
-    """Loads the last `count` elements of a row, fewer than 16, as lanes, the others 0; nothing past them is read."""
+    """Loads the last `count` elements of a row, fewer than 16, as lanes, the others 0; nothing past
+    them is read."""
     for i in range(0, 32, 4):
         store1_f32(spare_ptr + i, ZERO)
     for i in range(count):
@@ -91,8 +94,8 @@ def pack_rows_of(
 
 @device_function
 def pack_rows(params: Any, is_clean: Any, list_ptr: Any, num_rows: Any, target_ptr: Any, spare_ptr: Any) -> Any:
-    """Packs listed rows as [plane][dimension], k_pitch bytes from one to the next. Infinities and NaN become 0 if is_clean;
-    otherwise returns whether there are any in float16 rows."""
+    """Packs listed rows as [plane][dimension], k_pitch bytes from one to the next. Infinities and
+    NaN become 0 if is_clean; otherwise returns whether there are any in float16 rows."""
     a = list_ptr, num_rows, params.head_size, target_ptr, params.k_pitch, spare_ptr
     if params.planes == 2:
         return pack_rows_of(c.FLOAT16, 2, True, *a) if is_clean else pack_rows_of(c.FLOAT16, 2, False, *a)
@@ -139,7 +142,8 @@ def join_rows_of(is_clean: Any, first_ptr: Any, second_ptr: Any, size: Any, targ
 
 @device_function
 def join_rows(params: Any, is_clean: Any, first_ptr: Any, second_ptr: Any, target_ptr: Any, spare_ptr: Any) -> Any:
-    """Packs two bfloat16 value rows as one of pairs; returns whether they hold infinities or NaN, which become 0 if is_clean."""
+    """Packs two bfloat16 value rows as one of pairs; returns whether they hold infinities or NaN,
+    which become 0 if is_clean."""
     a = first_ptr, second_ptr, params.head_size, target_ptr, spare_ptr
     return join_rows_of(True, *a) if is_clean else join_rows_of(False, *a)
 

@@ -1,4 +1,5 @@
-"""Softmax of the bfloat16 paths: from the products of a strip and a key tile to probabilities, CHUNK_N keys at a time."""
+"""Softmax of the bfloat16 paths: from the products of a strip and a key tile to probabilities,
+CHUNK_N keys at a time."""
 
 from __future__ import annotations
 
@@ -22,14 +23,15 @@ CHUNKS = STEP_N // CHUNK_N
 
 # The record at softmax_offset, in vectors of 64 bytes:
 #
-#     0                      fields of a pipeline step, named below by their byte offsets: int64, but for UNIT_LOG2 (float32)
+#     0                      fields of a pipeline step, named below by their byte offsets: int64,
+#                            but for UNIT_LOG2 (float32)
 #     1 + 2 * x              shift that the scores of panel x of the strip are lowered by
 #     2 + 2 * x              sum of its probabilities so far
 #     1 + 2 * STRIP + x      alpha of panel x, which its accumulators are scaled by a turn later
 #     1 + 3 * STRIP + x      alpha of panel x in turns of odd number
 #
-# CREDIT, GROUPS and NEXT_CHUNK share chunks out among groups of products (amx.exp_some); S_AT and P_AT are addresses, TO_LOW
-# the bytes from a plane of probabilities to the next, 0 for one plane.
+# CREDIT, GROUPS and NEXT_CHUNK share chunks out among groups of products (amx.exp_some); S_AT and
+# P_AT are addresses, TO_LOW the bytes from a plane of probabilities to the next, 0 for one plane.
 CREDIT, GROUPS, NEXT_CHUNK, NUM_CHUNKS, S_AT, P_AT, TO_LOW, UNIT_LOG2 = range(0, 64, 8)
 
 
@@ -56,8 +58,8 @@ def begin_softmax(
     softmax_ptr: Any,
     scratch_ptr: Any,
 ) -> Any:
-    """Turns the products of one panel into scores and brings its state to the new maximum; returns whether that changes any row.
-    place: of the panel in its strip."""
+    """Turns the products of one panel into scores and brings its state to the new maximum; returns
+    whether that changes any row. place: of the panel in its strip."""
     state_ptr = scratch_ptr + params.state_offset + 2 * panel * VECTOR_BYTES
     m_old = load_f32(state_ptr)
     m_i = apply_rules(params, panel, s_ptr, is_edge, kv_pos, num_keys, m_old, scratch_ptr)
@@ -104,7 +106,8 @@ def exp_chunk_of(planes: Any, s_ptr: Any, p_ptr: Any, to_low: Any, shift: Any, u
 
 @device_function
 def exp_chunk(softmax_ptr: Any, chunk: Any) -> None:
-    """Turns CHUNK_N scores of one panel into probabilities, added to its sum. STEP_N keys of a panel make CHUNKS chunks."""
+    """Turns CHUNK_N scores of one panel into probabilities, added to its sum. STEP_N keys of a
+    panel make CHUNKS chunks."""
     place, key = chunk // CHUNKS, chunk % CHUNKS * CHUNK_N
     state_ptr = softmax_of_panel(place, softmax_ptr)
     shift, unit_log2, to_low = load_f32(state_ptr), load1_f32(softmax_ptr + UNIT_LOG2), load1_i64(softmax_ptr + TO_LOW)

@@ -1,4 +1,5 @@
-"""Prefill on path `vector`: panels of 16 query rows against keys and values that are widened to float32.
+"""Prefill on path `vector`: panels of 16 query rows against keys and values that are widened to
+float32.
 
 A strip is up to NV neighbouring panels, which one call of a micro-kernel multiplies.
 """
@@ -47,8 +48,8 @@ from numba_prefix.rules.softmax import rescale, shift_of
 from numba_prefix.rules.tiling import lane_rows, round_up
 
 ZERO = np.float32(0.0)
-# Scores are summed over this many dimensions at once (half as many for small heads): 0.6 to 0.8 of the rounding error of one
-# chain, for one addition in SUM_DIMS.
+# Scores are summed over this many dimensions at once (half as many for small heads): 0.6 to 0.8 of
+# the rounding error of one chain, for one addition in SUM_DIMS.
 SUM_DIMS = 64
 
 
@@ -56,8 +57,8 @@ SUM_DIMS = 64
 def load_queries(
     params: Any, sequence: Any, runs: Any, first_row: Any, rows: Any, kv_head: Any, scratch_ptr: Any
 ) -> None:
-    """Lays out query rows as panels [head_size, 16], and what the rules need of each row. Lanes past the last row repeat it, so
-    that they never widen a key range."""
+    """Lays out query rows as panels [head_size, 16], and what the rules need of each row. Lanes
+    past the last row repeat it, so that they never widen a key range."""
     pitch = params.row_pitch
     depth = round_up(params.head_size, 16)
     staging_ptr = scratch_ptr + params.staging_offset
@@ -106,8 +107,9 @@ def softmax_panel(
 def output_non_finite(
     params: Any, panel: Any, s_ptr: Any, v_rows_ptr: Any, kv_pos: Any, num_keys: Any, scratch_ptr: Any
 ) -> None:
-    """The output product of one panel with values that are not finite: a probability of 0 must not meet them. Sums in the order
-    of the micro-kernel, so that rows which do not see such a value get the same bits."""
+    """The output product of one panel with values that are not finite: a probability of 0 must not
+    meet them. Sums in the order of the micro-kernel, so that rows which do not see such a value get
+    the same bits."""
     _, _, begin, end = rows_of_panel(params, panel, scratch_ptr)
     alpha = load_f32(scratch_ptr + params.alpha_offset + panel * VECTOR_BYTES)
     depth = round_up(params.head_size, 16)
@@ -140,7 +142,8 @@ def score_strip(params: Any, panel: Any, width: Any, k_rows_ptr: Any, num_keys: 
 
 @device_function
 def output_strip(params: Any, panel: Any, width: Any, v_rows_ptr: Any, num_keys: Any, scratch_ptr: Any) -> None:
-    """The output product of `width` panels: acc [panel, head_size, 16] = alpha * acc + values . probabilities."""
+    """The output product of `width` panels: acc [panel, head_size, 16] = alpha * acc + values .
+    probabilities."""
     pitch, depth = params.row_pitch, round_up(params.head_size, 16)
     panel_acc = depth * VECTOR_BYTES
     s_ptr, acc_ptr = scratch_ptr + params.s_offset, scratch_ptr + params.acc_offset + panel * panel_acc
@@ -165,7 +168,8 @@ def attend_strip(
     non_finite: Any,
     scratch_ptr: Any,
 ) -> None:
-    """Attends a strip of `width` panels to num_keys keys at kv_pos, which are in scratch from row `first` on."""
+    """Attends a strip of `width` panels to num_keys keys at kv_pos, which are in scratch from row
+    `first` on."""
     k_rows_ptr = scratch_ptr + params.k_rows_offset + first * params.row_pitch
     v_rows_ptr = scratch_ptr + params.v_rows_offset + first * params.row_pitch
     s_ptr = scratch_ptr + params.s_offset
@@ -195,8 +199,8 @@ def list_next(
 def attend_keys(
     params: Any, work_item: Any, sequence: Any, runs: Any, num_panels: Any, k_pages: Any, v_pages: Any, scratch_ptr: Any
 ) -> None:
-    """Attends all panels of a tile to the keys of one work item; meanwhile the rows of the next key tile come into the
-    cache."""
+    """Attends all panels of a tile to the keys of one work item; meanwhile the rows of the next key
+    tile come into the cache."""
     row_bytes = params.head_size * item_bytes(params.dtype)
     k_rows_ptr, v_rows_ptr = scratch_ptr + params.k_rows_offset, scratch_ptr + params.v_rows_offset
     k_list_ptr, v_list_ptr = scratch_ptr + params.k_list_offset, scratch_ptr + params.v_list_offset

@@ -1,10 +1,12 @@
-"""The micro-kernel of path `vector`: a register-blocked product for any CPU that LLVM has vectors for.
+"""The micro-kernel of path `vector`: a register-blocked product for any CPU that LLVM has vectors
+for.
 
     C[i, lane] = (alpha[lane] * C[i, lane] +) sum over t of A[i, t] * B[t, lane]
 
-A holds scalars to broadcast (keys of a score product, values of an output product), B and C hold panels of 16 lanes, one
-query row a lane. MR scalars times NV panels of accumulators stay in registers through the sum over t. Every sum starts at
-zero and what C held is added last: short chains have a fraction of the rounding error of one long chain.
+A holds scalars to broadcast (keys of a score product, values of an output product), B and C hold
+panels of 16 lanes, one query row a lane. MR scalars times NV panels of accumulators stay in
+registers through the sum over t. Every sum starts at zero and what C held is added last: short
+chains have a fraction of the rounding error of one long chain.
 """
 
 from __future__ import annotations
@@ -29,7 +31,8 @@ def multiply(builder: ir.IRBuilder, total: ir.Value, panel: ir.Value, scalar: ir
 
 
 def make_product(panels: int, finish: Any, multiply: Any = multiply) -> Any:
-    """Makes a product of one kind (finish_scores or finish_output). multiply: what is done with its elements of 32 bits."""
+    """Makes a product of one kind (finish_scores or finish_output). multiply: what is done with its
+    elements of 32 bits."""
 
     @intrinsic
     def product(
@@ -56,7 +59,8 @@ def _c_pointer(builder: ir.IRBuilder, c: ir.Value, c_panel: ir.Value, i: int, v:
 def _sums(
     builder: ir.IRBuilder, args: Any, panels: int, a_offset: list[ir.Value], a_step: ir.Value, multiply: Any
 ) -> dict[tuple[int, int], ir.Value]:
-    """Emits the sums over t, in registers, by (scalar, panel). Row i of A is at a + a_offset[i], its terms a_step bytes apart."""
+    """Emits the sums over t, in registers, by (scalar, panel). Row i of A is at a + a_offset[i],
+    its terms a_step bytes apart."""
     a, _, b, b_panel, num_steps = args[:5]
     blocks = [(i, v) for i in range(MR) for v in range(panels)]
     b_offset = [builder.mul(b_panel, _int64(v)) for v in range(panels)]
@@ -111,8 +115,9 @@ def finish_output(builder: ir.IRBuilder, args: Any, panels: int, multiply: Any) 
         builder.store(call(builder, "llvm.fmuladd", factor[v], old, value), place, align=4)
 
 
-# (a, a_pitch, b, b_panel, num_steps, c, c_panel, old), all int64: byte addresses and strides, and num_steps > 0.
-# Score product: A's row i is at a + i * a_pitch, t runs along it; old is 0, or 1 to add to C.
-# Output product: A's row i is float i at a + t * a_pitch; old is the address of alpha, float32 [panels, 16].
+# (a, a_pitch, b, b_panel, num_steps, c, c_panel, old), all int64: byte addresses and strides, and
+# num_steps > 0. Score product: A's row i is at a + i * a_pitch, t runs along it; old is 0, or 1 to
+# add to C. Output product: A's row i is float i at a + t * a_pitch; old is the address of alpha,
+# float32 [panels, 16].
 score_product, score_product_1 = (make_product(panels, finish_scores) for panels in (NV, 1))
 output_product, output_product_1 = (make_product(panels, finish_output) for panels in (NV, 1))

@@ -1,4 +1,5 @@
-"""The state that all tile loops keep per query row, and where output rows and states of splits lie in memory."""
+"""The state that all tile loops keep per query row, and where output rows and states of splits lie
+in memory."""
 
 from __future__ import annotations
 
@@ -98,6 +99,7 @@ def partial_address(params: Any, work_item: Any, split_idx: Any, kv_head: Any, r
 
 @inline
 def is_last_split(params: Any, work_item: Any, kv_head: Any) -> Any:
-    """Counts this split of a tile as done; returns whether all are now, so that their states can be merged."""
+    """Counts this split of a tile as done; returns whether all are now, so that their states can be
+    merged."""
     arrivals = params.arrivals_ptr + 8 * (work_item[tiling.SPLIT_TILE] * params.kv_head_num + kv_head)
     return atomic_add(arrivals, 1) == work_item[tiling.NUM_SPLITS] - 1

@@ -1,4 +1,5 @@
-"""The rule chain on one panel of scores: scale, bias, visibility, running softmax. One lane is one query row."""
+"""The rule chain on one panel of scores: scale, bias, visibility, running softmax. One lane is one
+query row."""
 
 from __future__ import annotations
 
@@ -58,7 +59,8 @@ def gather_entries_of(
         row_ptrs = mask_rows(params, mask_ptrs, q_pos, pos)
         first = (kv_pos + i) & 127
         if is_dense and i + 16 <= num_vectors and first + 16 <= 128:
-            # A row's entries of 16 neighbouring keys are neighbours: 16 loads and a transposition instead of 256 loads.
+            # A row's entries of 16 neighbouring keys are neighbours: 16 loads and a transposition
+            # instead of 256 loads.
             store_i64(spare_ptr + 16 * VECTOR_BYTES, row_ptrs)
             for lane in range(16):
                 row_ptr = load1_i64(spare_ptr + 16 * VECTOR_BYTES + 8 * lane) + first * item
@@ -75,8 +77,8 @@ def gather_entries_of(
 def gather_entries(
     params: Any, mask_ptrs: Any, q_pos: Any, keys: Any, num_vectors: Any, entries_ptr: Any, spare_ptr: Any
 ) -> None:
-    """Loads a given mask's entries for a panel, as float32 [num_vectors, 16]. keys: as of score_panel. spare_ptr: room for 18
-    vectors, where the step of keys is 1."""
+    """Loads a given mask's entries for a panel, as float32 [num_vectors, 16]. keys: as of
+    score_panel. spare_ptr: room for 18 vectors, where the step of keys is 1."""
     a = params, mask_ptrs, q_pos, keys, num_vectors, entries_ptr, spare_ptr
     dtype = params.mask_dtype
     if dtype == c.FLOAT16:
@@ -132,7 +134,8 @@ def score_panel_of(
 def score_panel(
     params: Any, is_edge: Any, panel_ptr: Any, entries_ptr: Any, num_vectors: Any, keys: Any, rows: Any, m_i: Any
 ) -> Any:
-    """Turns products into scores in place and returns the new running max. Each kind of bias has a loop of its own.
+    """Turns products into scores in place and returns the new running max. Each kind of bias has a
+    loop of its own.
 
     keys  (kv_pos, step, kv_lane): vector i, lane x scores the key kv_pos + i * step + kv_lane[x]
     rows  lanes of rows_of_panel

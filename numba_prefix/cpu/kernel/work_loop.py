@@ -1,4 +1,4 @@
-"""The work loop of the CPU target: work items are drained from one queue by any number of workers."""
+"""The work loop of the CPU target: any number of workers drain one queue of work items."""
 
 from __future__ import annotations
 
@@ -19,11 +19,12 @@ def nothing() -> None: ...
 
 
 def make_drain(name: str, load_queries: Any, attend_keys: Any, enter: Any, leave: Any) -> Any:
-    """The kernel of an instruction-set path, of its micro-kernels (cpu/paths/record.MicroKernels)."""
+    """Makes the kernel of an instruction-set path (cpu/paths/record.MicroKernels)."""
 
     def drain(block: Any, sequences: Any, runs: Any, work: Any, worker: Any, max_items: Any) -> Any:
-        """One work item = (tile, split, item_heads kv heads: one, unless it is a decode tile). Takes items from the queue until
-        it is empty or max_items are done; returns whether items were left.
+        """One work item = (tile, split, item_heads kv heads: one, unless it is a decode tile).
+        Takes items from the queue until it is empty or max_items are done; returns whether items
+        were left.
 
         block      int64 [fields], of a Params
         sequences  int64 [batch, SEQUENCE_COLUMNS]

@@ -1,4 +1,5 @@
-"""Lanes as bfloat16 and as pairs of them, for the paths that multiply such pairs (cpu/kernel/prefill_bf16.py).
+"""Lanes as bfloat16 and as pairs of them, for the paths that multiply such pairs
+(cpu/kernel/prefill_bf16.py).
 
 A pair is an int32: its first element in the low half, its second in the high half.
 """
@@ -80,7 +81,8 @@ _CONVERT = "llvm.x86.avx512bf16.cvtne2ps2bf16.512"
 high_bits = _lanes_function(_high_bits, i32x16, f32x16)
 # i32x16 -> f32x16: its reverse
 from_bits = _lanes_function(first_half, f32x16, i32x16)
-# i32x16 pairs -> f32x16: the first elements (from_bits, but for what the high halves hold) and the second ones
+# i32x16 pairs -> f32x16: the first elements (from_bits, but for what the high halves hold) and the
+# second ones
 first_of_pairs = _lanes_function(first_half, f32x16, i32x16)
 second_of_pairs = _lanes_function(second_half, f32x16, i32x16)
 # two i32x16 of bits -> i32x16 pairs
@@ -132,7 +134,8 @@ def _mixed(builder: ir.IRBuilder, a: ir.Value, b: ir.Value, order: list[int]) ->
 
 
 def _interleaved(builder: ir.IRBuilder, a: ir.Value, b: ir.Value, unit: int) -> list[ir.Value]:
-    """Of each 128 bits of two I16X32, the lower halves and the upper halves, `unit` elements of either in turns."""
+    """Emits, for each 128 bits of two I16X32, the lower halves and the upper halves, `unit`
+    elements of either in turns."""
     orders = (
         [
             which + lane + half + first + i
@@ -148,11 +151,12 @@ def _interleaved(builder: ir.IRBuilder, a: ir.Value, b: ir.Value, unit: int) -> 
 
 @intrinsic
 def transpose_chunk(typingctx: Any, rows: Any, offset: Any, target: Any, pitch: Any, most: Any) -> Any:
-    """8 elements of 16 bits each, `offset` bytes into 32 rows listed by address, as 8 rows of 32; returns the larger of `most`
-    and the elements' magnitudes (see holds_non_finite).
+    """8 elements of 16 bits each, `offset` bytes into 32 rows listed by address, as 8 rows of 32;
+    returns the larger of `most` and the elements' magnitudes (see holds_non_finite).
 
-    Loads put 8 elements of four rows into a register: what is left is transposed within 128 bits, by 24 shuffles for 256
-    elements. Whole rows of pairs as 32-bit blocks (memory.transpose_block) take 56, and have to be joined first.
+    Loads put 8 elements of four rows into a register: what is left is transposed within 128 bits,
+    by 24 shuffles for 256 elements. Whole rows of pairs as 32-bit blocks (memory.transpose_block)
+    take 56, and have to be joined first.
     """
 
     def codegen(context: Any, builder: Any, sig: Any, args: Any) -> Any:
@@ -186,7 +190,8 @@ def transpose_chunk(typingctx: Any, rows: Any, offset: Any, target: Any, pitch: 
 
 @intrinsic
 def holds_non_finite(typingctx: Any, most: Any) -> Any:
-    """Whether any of the magnitudes that transpose_chunk returned is that of a bfloat16 infinity or NaN."""
+    """Whether any of the magnitudes that transpose_chunk returned is that of a bfloat16 infinity or
+    NaN."""
 
     def codegen(context: Any, builder: Any, sig: Any, args: Any) -> Any:
         bits = builder.bitcast(args[0], I16X32)
@@ -197,9 +202,11 @@ def holds_non_finite(typingctx: Any, most: Any) -> Any:
 
 
 def dot_pairs(builder: ir.IRBuilder, total: ir.Value, panel: ir.Value, scalar: ir.Value) -> ir.Value:
-    """total + the products of both elements of a panel's pairs with those of one pair in all lanes (vdpbf16ps).
+    """total + the products of both elements of a panel's pairs with those of one pair in all lanes
+    (vdpbf16ps).
 
-    Takes the place of prefill_f32_gemm.multiply: float32 vectors, of which panel and scalar hold pairs.
+    Takes the place of prefill_f32_gemm.multiply: float32 vectors, of which panel and scalar hold
+    pairs.
     """
     kind = ir.FunctionType(f32x16.llvm, [f32x16.llvm, BF16X32, BF16X32])
     dot = builder.module.globals.get(_DOT) or ir.Function(builder.module, kind, _DOT)
