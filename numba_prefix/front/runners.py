@@ -143,7 +143,7 @@ class CudaRunner:
         if asked.is_single:
             self._cuda.refuse_capture(self._stream(None, operands.q), operands.q)
         self._plan, self.reason = self._cuda.plan(
-            problem, operands, asked.lengths, asked.held_blocks, asked.is_part, asked.validate, cpu_target().cutters()
+            problem, operands, asked.lengths, asked.held_blocks, asked.is_part, asked.validate, cpu_target().cutter()
         )
         self._bound: tuple[Problem, Operands, Any, Any] | None = None
 
