@@ -21,8 +21,7 @@ from ptx.device import FakeDriver, Launched, interpreted
 import numba_prefix as nbp
 from numba_prefix.cuda.compile import compiler, cubins
 from numba_prefix.cuda.device import driver
-from numba_prefix.cuda.kernel.choice import CHUNK, family_of, head_dim_of
-from numba_prefix.cuda.kernel.spec import KernelSpec
+from numba_prefix.cuda.kernel.spec import CHUNK, KernelSpec, family_of, head_dim_of
 
 CCS = ((7, 5), (8, 0), (9, 0), (12, 0))
 Execute = Callable[[Launched, Memory], None]
@@ -46,7 +45,7 @@ def spec_of(dtype: str, head_size: int, form: str, cc: tuple[int, int], mask_dty
     mask_dtype = mask_dtype if how in ("template", "heads") else ""
     is_aligned = head_size * np.dtype(DTYPES[dtype]).itemsize % CHUNK == 0
     family, head_dim = family_of(dtype, cc), head_dim_of(head_size)
-    return KernelSpec(family, dtype, dtype, head_dim, bias, form != "none", mask_dtype, is_aligned)
+    return KernelSpec(family, dtype, dtype, head_dim, bias, mask_dtype, is_aligned)
 
 
 def is_measured(spec: KernelSpec) -> bool:

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from numba_prefix.cuda.compile import compiler
-from numba_prefix.cuda.kernel.spec import OUT, QK_SCALE, K, KernelSpec, Q, Source
+from numba_prefix.cuda.kernel.spec import KernelSpec, Source
 
 THREADS = 64
 SPILLED_THREADS, SPILLED_NUMBERS = 1024, 100  # at most 64 registers for each thread
@@ -51,8 +51,8 @@ def scaled() -> Callable[..., Any]:
     def place(address: Any) -> Any:
         return address + 4 * np.int64(cuda.threadIdx.x)
 
-    def kernel(call: Any, factors: Any) -> None:
-        ptx.store_f32(place(call[OUT]), ptx.load_f32(place(call[Q])) * factors[QK_SCALE])
+    def kernel(params: Any) -> None:
+        ptx.store_f32(place(params.out_ptr), ptx.load_f32(place(params.q_ptr)) * params.qk_scale)
 
     return kernel
 
@@ -64,14 +64,14 @@ def arithmetic() -> Callable[..., Any]:
 
     from numba_prefix.cuda.kernel import ptx
 
-    def kernel(call: Any, factors: Any) -> None:
-        a, b = ptx.load_f32(call[Q]), ptx.load_f32(call[K])
-        result = math.sqrt((a * b + factors[QK_SCALE]) / b)
+    def kernel(params: Any) -> None:
+        a, b = ptx.load_f32(params.q_ptr), ptx.load_f32(params.k_ptr)
+        result = math.sqrt((a * b + params.qk_scale) / b)
         if a != a:  # noqa: PLR0124
             result = np.float32(3)
         if b == np.float32(-np.inf):
             result = result + (a - a)
-        ptx.store_f32(call[OUT], result)
+        ptx.store_f32(params.out_ptr, result)
 
     return kernel
 
@@ -80,8 +80,8 @@ def double() -> Callable[..., Any]:
     """A literal without a type, which is a float64, and so is every result of it."""
     from numba_prefix.cuda.kernel import ptx
 
-    def kernel(call: Any, factors: Any) -> None:
-        ptx.store_f32(call[OUT], np.float32(ptx.load_f32(call[Q]) * 0.1))
+    def kernel(params: Any) -> None:
+        ptx.store_f32(params.out_ptr, np.float32(ptx.load_f32(params.q_ptr) * 0.1))
 
     return kernel
 
@@ -91,18 +91,18 @@ def spilled() -> Callable[..., Any]:
 
     from numba_prefix.cuda.kernel import ptx
 
-    # Each thread has its own: a value common to all would be kept in uniform registers.
-    def kernel(call: Any, factors: Any) -> None:
+    # Each thread has its own: what all have in common would be kept in uniform registers.
+    def kernel(params: Any) -> None:
         numbers = cuda.local.array(SPILLED_NUMBERS, float32)
         for i in range(SPILLED_NUMBERS):
             numbers[i] = np.float32(0)
-        for n in range(call[K]):
+        for n in range(params.k_ptr):
             for i in range(SPILLED_NUMBERS):
-                numbers[i] = numbers[i] * factors[QK_SCALE] + ptx.load_f32(
-                    call[Q] + 4 * (n + i + np.int64(cuda.threadIdx.x))
+                numbers[i] = numbers[i] * params.qk_scale + ptx.load_f32(
+                    params.q_ptr + 4 * (n + i + np.int64(cuda.threadIdx.x))
                 )
         for i in range(SPILLED_NUMBERS):
-            ptx.store_f32(call[OUT] + 4 * (i + np.int64(cuda.threadIdx.x)), numbers[i])
+            ptx.store_f32(params.out_ptr + 4 * (i + np.int64(cuda.threadIdx.x)), numbers[i])
 
     return kernel
 
@@ -113,11 +113,11 @@ def local() -> Callable[..., Any]:
 
     from numba_prefix.cuda.kernel import ptx
 
-    def kernel(call: Any, factors: Any) -> None:
+    def kernel(params: Any) -> None:
         numbers = cuda.local.array(LOCAL_NUMBERS, float32)
-        for n in range(call[K]):
-            numbers[ptx.load_i32(call[Q] + 4 * n)] = factors[QK_SCALE]
-            ptx.store_f32(call[OUT], numbers[ptx.load_i32(call[Q] + 4 * n)])
+        for n in range(params.k_ptr):
+            numbers[ptx.load_i32(params.q_ptr + 4 * n)] = params.qk_scale
+            ptx.store_f32(params.out_ptr, numbers[ptx.load_i32(params.q_ptr + 4 * n)])
 
     return kernel
 
@@ -126,12 +126,12 @@ def products() -> Callable[..., Any]:
     """Two matrix products, and a name that only looks like one."""
     from numba_prefix.cuda.kernel import ptx
 
-    def kernel(call: Any, factors: Any) -> None:
-        a = ptx.load_i32(call[Q])
-        x = factors[QK_SCALE]
+    def kernel(params: Any) -> None:
+        a = ptx.load_i32(params.q_ptr)
+        x = params.qk_scale
         x, y, z, w = ptx.mma_f16(a, a, a, a, a, a, x, x, x, x)
         x, y, z, w = ptx.mma_f16(a, a, a, a, a, a, x, y, z, w)
-        ptx.store_f32(call[OUT], x)
+        ptx.store_f32(params.out_ptr, x)
 
     return kernel
 
