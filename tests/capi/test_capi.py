@@ -19,6 +19,7 @@ from cases import DTYPES, MASK_FORMS, Case, make_case, run, same_bits, with_mask
 import numba_prefix as nbp
 from numba_prefix.capi.descriptors import MAX_DIMS, CContext
 from numba_prefix.capi.status import MOST_TEXTS, Status, remember, status_of
+from numba_prefix.cpu.target import CpuTarget
 from numba_prefix.front.operation import TARGETS
 
 GUARD = 512
@@ -371,7 +372,7 @@ def test_fault_of_the_package_is_reported(monkeypatch: pytest.MonkeyPatch) -> No
             raise error
 
         with monkeypatch.context() as patch:
-            patch.setattr(nbp.Op, "_run", failing)
+            patch.setattr(CpuTarget, "run", failing)
             assert c_side.run(np.empty(size, np.uint8), size, op) == Status.ERROR_INTERNAL_ERROR
             assert last_error() == text
     assert np.isnan(out).all()
