@@ -77,7 +77,7 @@ def comments(text: str) -> Iterator[tuple[int, str, str]]:
             yield token.start[0], token.string, token.line.rstrip("\n")
 
 
-def offences(text: str, words: dict[str, str]) -> list[tuple[int, str]]:
+def offences(text: str, forbidden: dict[str, str]) -> list[tuple[int, str]]:
     """Line number and description of everything in a file's prose that the rules forbid."""
     found: list[tuple[int, str]] = []
     prose: list[tuple[int, str]] = []
@@ -85,15 +85,17 @@ def offences(text: str, words: dict[str, str]) -> list[tuple[int, str]]:
         first = given.split()[0]
         if NOT_FIRST.fullmatch(first.rstrip(".,:;")):
             found.append((number, f"the docstring begins with {first!r}: expected a verb or a noun phrase"))
-        prose += enumerate(lines, number)
+        prose.append((number, "\n".join(line.strip() for line in lines)))
     for number, given, line in comments(text):
         if len(line) > COLUMNS:
             found.append((number, f"the comment ends in column {len(line)}: expected at most {COLUMNS}"))
         prose.append((number, given))
-    for number, line in prose:
-        for pattern, instead in words.items():
-            if match := re.search(rf"(?<![\w.`'-])({pattern})(?![\w'`-])", line, re.IGNORECASE):
-                found.append((number, f"{match[0]!r}: say {instead}"))
+    for number, given in prose:
+        for words, instead in forbidden.items():
+            pattern = words.replace(" ", "[ \n]")  # a phrase may be wrapped
+            for match in re.finditer(rf"(?<![\w.`'-])({pattern})(?![\w'`-])", given, re.IGNORECASE):
+                line = number + given[: match.start()].count("\n")
+                found.append((line, f"{match[0]!r}: say {instead}"))
     return sorted(found)
 
 
@@ -127,6 +129,7 @@ def test_temporary_names_exist() -> None:
         ('"""A text.\n\nIt is made anew.\n"""', 3),
         ("x = 1\n# whoever reads this\n", 2),
         ("x = 1  # no memory to be had\n", 1),
+        ('"""A helper, if one can be\nhad."""', 1),
         ("# The page is read.\n", 1),
         (f"x = 1  # {'a' * 100}\n", 1),
     ],
