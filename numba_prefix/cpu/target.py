@@ -36,7 +36,8 @@ CANCELLED = 1 << 62  # a queue counter at which no item is left
 class CpuTarget(HostTarget):
     """An operation on the CPU."""
 
-    _bound: tuple[Problem, Operands, Any, Params | None]  # None: to be bound at every run, to dense copies
+    # Problem, operands, lse and, unless dense copies have to be bound at every run, parameters.
+    _bound: tuple[Problem, Operands, Any, Params | None]
 
     def __init__(self, problem: Problem, operands: Operands, options: PlanOptions) -> None:
         super().__init__(problem, operands, options)
@@ -88,7 +89,8 @@ def plan(
     pool: str = "own",
     path_name: str | None = None,
 ) -> CpuPlan:
-    """A plan on the path of that name, or the one that this problem takes. Other arguments as kept_plan's."""
+    """A plan on the path of that name; None: on the one that this problem takes. Other arguments
+    as kept_plan's."""
     # Partial results are float32, and probabilities rounded to bfloat16 would show in them.
     needs_float32 = is_part or abs(problem.qk_scale) > MAX_PAIRS_SCALE
     dtype = "float32" if needs_float32 else problem.dtype
@@ -129,7 +131,8 @@ def _ready_path(dtype: str) -> Path:
 
 
 def _named_path(name: str, dtype: str) -> Path:
-    """The path of that name, ready. Raises ValueError for one that this machine or these operands cannot take."""
+    """The path of that name, ready. Raises ValueError for one that this machine or these operands
+    cannot take."""
     path = by_name(name)
     why = isa.obstacle(path)
     if not why and dtype not in path.dtypes:

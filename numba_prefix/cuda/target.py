@@ -68,7 +68,8 @@ class Bound:
 class CudaTarget(Target):
     """An operation on one GPU."""
 
-    _bound: tuple[Problem, Operands, Any, Bound | None]  # None: to be bound at every run, to dense copies
+    # Problem, operands, lse and, unless dense copies have to be bound at every run, launches.
+    _bound: tuple[Problem, Operands, Any, Bound | None]
 
     def __init__(self, problem: Problem, operands: Operands, options: PlanOptions, cut_tiles: Cutter) -> None:
         """cut_tiles: tiling's, compiled."""

@@ -55,8 +55,8 @@ class Op:
         is_one_shot: bool = False,
         path: str | None = None,
     ) -> None:
-        """Options are those of PlanOptions. An output is allocated if the operands have none: as query, or float32 for a
-        part of the keys."""
+        """Options are those of PlanOptions. An output is allocated if the operands have none: as
+        query, or float32 for a part of the keys."""
         self.problem = problem
         self.target, self._chosen = choose_target(operands.q, context)
         self._options = PlanOptions(

@@ -43,9 +43,9 @@ class Inputs:
         return {name: getattr(self, name) for name in self.__slots__}
 
     def plan(self, context: Context, path: str | None = None) -> tuple[Op, Any]:
-        """An operation with lse, and its output; both are poisoned. For target "cuda" all arrays are copied to a GPU, on which
-        the outputs are. path: the CPU's instruction-set path to take. Raises what prefix_encoder would, and ValueError for a
-        path that cannot be taken."""
+        """An operation with lse, and its output; both are poisoned. For target "cuda" all arrays are
+        copied to a GPU, on which the outputs are. path: the CPU's instruction-set path to take.
+        Raises what prefix_encoder would, and ValueError for a path that cannot be taken."""
         arguments = self.arguments()
         lengths = arguments.pop("seq_len"), arguments.pop("kv_seq_len")
         q = describe(self.query, "query")
