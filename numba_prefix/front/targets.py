@@ -1,4 +1,5 @@
-"""The targets by name, imported when first asked for: `import numba_prefix` brings neither Numba nor a driver."""
+"""The targets by name, imported when first asked for: `import numba_prefix` brings neither Numba
+nor a driver."""
 
 from __future__ import annotations
 
@@ -31,7 +32,8 @@ def plan_on(target: str, problem: Problem, operands: Operands, options: PlanOpti
 
 
 def _imported_once(load: Callable[[], Imported]) -> Callable[[], Imported]:
-    """`load`, which imports something: done at the first call only, and never cut in half by Ctrl-C or a fork."""
+    """`load`, which imports something: done at the first call only, and cut in half neither by
+    Ctrl-C nor by a fork."""
     return functools.cache(lambda: uninterrupted(load))
 
 

@@ -1,4 +1,5 @@
-"""Operands as kernels read and write them: with a dense last axis, for which some have to be copied at every run."""
+"""Operands as kernels read and write them: with a dense last axis, for which some have to be copied
+at every run."""
 
 from __future__ import annotations
 
@@ -14,7 +15,8 @@ def are_dense(o: Operands) -> bool:
 
 
 def dense_operands(o: Operands) -> Operands:
-    """The same operands, those whose last axis is strided as dense copies. A copy of out is the caller's to copy back."""
+    """The same operands, those whose last axis is strided as dense copies. A copy of out is the
+    caller's to copy back."""
     slopes = unit_stride(o.slopes) if o.slopes is not None else None
     q, k_cache, v_cache = unit_stride(o.q), unit_stride(o.k_cache), unit_stride(o.v_cache)
     out = unit_stride(o.out) if o.out is not None else None

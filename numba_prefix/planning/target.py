@@ -1,4 +1,4 @@
-"""The seam between an operation and its target: what is asked for, and what every target can do."""
+"""The seam between an operation and its target: options of a plan, methods of every target."""
 
 from __future__ import annotations
 
@@ -16,11 +16,12 @@ Lengths = tuple[NDArray[np.int64], NDArray[np.int64]]  # q_len and kv_len, [batc
 
 
 class PlanOptions(NamedTuple):
-    """What an operation is planned for, apart from the problem and its arrays; checked, but for what only a target knows."""
+    """Options of a plan: all that it depends on apart from the problem and its arrays; checked, but
+    for what only a target knows."""
 
     lengths: Lengths
     held_blocks: NDArray[np.bool_] | None = None  # [batch, max_block_num]; None: all keys
-    is_part: bool = False  # results are merged with those of other keys: out is float32, lse lacks kv_runs.part_shift
+    is_part: bool = False  # merged with other keys' results later: out float32, see kv_runs.part_shift
     validate: str = "full"  # "full", "wait" or "shape"
     num_threads: int | None = None
     stream: Any = None  # the caller's, of any library
@@ -30,9 +31,11 @@ class PlanOptions(NamedTuple):
 
 
 class Target(ABC):
-    """An operation on one target. Its class plans when called; then it is bound to arrays, and run any number of times.
+    """An operation on one target: planned when made, then bound to arrays and run, any number of
+    times.
 
-    Arrays and streams of callers are of any library, hence Any; lse is float32 [num_tokens, head_num], or None.
+    Arrays and streams of callers are of any library, hence Any; lse is float32
+    [num_tokens, head_num], or None.
     """
 
     @property
@@ -47,7 +50,8 @@ class Target(ABC):
 
     @abstractmethod
     def check_tables(self, problem: Problem, operands: Operands) -> None:
-        """Raise ValueError for a block id that would be read and names no block; on a GPU, for one that a run has met."""
+        """Raise ValueError for a block id that would be read and names no block; on a GPU, for one
+        that a run has met."""
 
     @abstractmethod
     def allocate(self, q: Tensor, shape: tuple[int, ...], dtype: str) -> Any:
@@ -55,14 +59,15 @@ class Target(ABC):
 
     @abstractmethod
     def bind(self, problem: Problem, operands: Operands, lse: Any) -> None:
-        """Take the arrays of the next runs, of the shapes and dtypes planned for; operands.out is not None."""
+        """Take the arrays of the next runs, of the shapes and dtypes planned for; operands.out is
+        not None."""
 
     @abstractmethod
     def run(self, workspace: Any, num_threads: int | None = None, stream: Any = None) -> None:
-        """Check the block tables, unless planning has just done it, and compute; on a GPU, begin to.
+        """Check the block tables, unless planning just did, and compute; on a GPU, begin to.
 
-        workspace: the caller's, of at least workspace_bytes; None: memory of the target's own. num_threads and stream: for
-        this run alone; None: as planned.
+        workspace: the caller's, of at least workspace_bytes; None: memory of the target's own.
+        num_threads and stream: for this run alone; None: as planned.
         """
 
     @abstractmethod
@@ -71,7 +76,8 @@ class Target(ABC):
 
     @abstractmethod
     def detach(self) -> None:
-        """Detach a one-shot call: errors that a GPU finds later surface at this thread's next call."""
+        """Detach a one-shot call: errors that a GPU finds later surface at this thread's next
+        call."""
 
 
 class HostTarget(Target):

@@ -30,7 +30,8 @@ def output(inputs: Inputs, path: str | None) -> tuple[np.ndarray, str]:
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
 def test_each_path_of_this_machine(dtype: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The result is what a process forced to this path computes; the variable has no say where a path is named."""
+    """The result is what a process forced to this path computes; the variable has no say where a
+    path is named."""
     inputs = inputs_of(dtype)
     for path in PATHS:
         if dtype not in path.dtypes or isa.obstacle(path):
@@ -54,7 +55,7 @@ def test_no_such_path() -> None:
 
 
 def test_a_path_that_cannot_be_taken(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Since the machine lacks it, since it computes nothing in that dtype, since it computes wrong results."""
+    """Missing on the machine, made for other dtypes, or wrong in its results."""
     lacking = {"amx": "no tiles here"}
     monkeypatch.setattr(isa, "_missing", lambda path: lacking.get(path.name, ""))
     monkeypatch.setattr(isa, "_wrong", {})

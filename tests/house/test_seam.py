@@ -1,4 +1,5 @@
-"""The way from the public call to the kernel's loop: definitions that tools can follow, in few files."""
+"""The way from the public call to the kernel's loop: definitions that tools can follow, in few
+files."""
 
 from __future__ import annotations
 
@@ -27,7 +28,7 @@ def defined(module: str) -> dict[str, ast.stmt]:
 
 @cache
 def imported(module: str) -> dict[str, Definition]:
-    """From other modules of the package, anywhere in the file: local name -> definition."""
+    """Imports from the package, anywhere in the file: local name -> definition."""
     found = {}
     for node in ast.walk(tree(module)):
         if isinstance(node, ast.ImportFrom) and node.module in MODULES:
@@ -36,7 +37,7 @@ def imported(module: str) -> dict[str, Definition]:
 
 
 def go_to_definition(module: str, name: str) -> Definition | None:
-    """Of a name in a file; None for a module, a variable or what another package defines."""
+    """Where a name in a file is defined; None for a module, a variable or another package's."""
     if name in defined(module):
         return module, name
     found = imported(module).get(name)
@@ -44,7 +45,7 @@ def go_to_definition(module: str, name: str) -> Definition | None:
 
 
 def followed(definition: Definition) -> set[Definition]:
-    """What a definition names."""
+    """The definitions that this one names."""
     module, name = definition
     names = {node.id for node in ast.walk(defined(module)[name]) if isinstance(node, ast.Name)}
     return {found for other in names if (found := go_to_definition(module, other)) not in (None, definition)}
@@ -82,7 +83,8 @@ def test_every_target_is_found(target: str) -> None:
 
 
 def test_nothing_is_untyped_at_the_seam() -> None:
-    """A target's class and its methods are known by type; the arrays and streams of callers alone are Any."""
+    """A target's class and its methods are known by type; the arrays and streams of callers alone
+    are Any."""
     assert all(getattr(node, "id", "") != "Any" for node in ast.walk(tree("numba_prefix.front.targets")))
     target = defined("numba_prefix.planning.target")["Target"]
     untyped = {
