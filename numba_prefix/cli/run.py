@@ -195,7 +195,7 @@ def _rows(report: dict[str, Any]) -> list[tuple[str, str]]:
 
 
 def error_text(error: dict[str, Any]) -> str:
-    """Against the float64 oracle."""
+    """The errors against the float64 oracle, in words."""
     return (
         f"max {error['max_error']:.3g} of {error['max_allowed']:.3g} allowed, "
         f"mean {error['mean_error']:.3g} of {error['mean_allowed']:.3g}"
@@ -203,7 +203,7 @@ def error_text(error: dict[str, Any]) -> str:
 
 
 def kernel_summary(kernels: list[dict[str, Any]]) -> str:
-    """Where a first call's time went."""
+    """Shares of a first call's time, in words."""
     parts = []
     for source, text in (("compiled", "compiling"), ("cache", "loading compiled kernels")):
         spent = [kernel["seconds"] for kernel in kernels if kernel["source"] == source]

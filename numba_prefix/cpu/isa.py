@@ -43,7 +43,7 @@ def forced_path() -> Path | None:
 
 
 def obstacle(path: Path) -> str:
-    """Why a path cannot be used; "" if it can."""
+    """The reason that a path cannot be used; "" if it can."""
     return _wrong.get(path, "") or _missing(path)
 
 

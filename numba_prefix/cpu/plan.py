@@ -27,13 +27,15 @@ cut_tiles = kernel(tiling.cut_tiles)
 # A helper costs about 100 us to wake, in which a thread does this much: with less for each, fewer
 # are woken. Measured: 9 MFLOP take 145 us on one thread and 153 us on two.
 FLOPS_PER_WORKER = 8e6
-FLOPS_PER_LENT_WORKER = 0.6e6  # of PyTorch's, which are awake: two threads take 0.93 of one's time with 1.2 MFLOP
+# PyTorch's threads are awake: two threads take 0.93 of one's time with 1.2 MFLOP.
+FLOPS_PER_LENT_WORKER = 0.6e6
 # Compiled code is left about this often, so that Ctrl-C is seen; 50e9 is a guess of one thread's
 # speed to translate it.
 FLOPS_PER_VISIT = 0.05 * 50e9
 MAX_TALL_HEAD_SIZE = 128  # larger heads would not leave L2 caches of 512 KB enough
 MAX_KEPT_BATCH = 64  # so that plans which are kept are small
-MAX_WORKERS = 512  # helpers sleep for the life of the process: no slip of num_threads may start a million
+# Helpers sleep for the life of the process: no slip of num_threads may start a million.
+MAX_WORKERS = 512
 
 
 @dataclass(frozen=True, slots=True, eq=False)

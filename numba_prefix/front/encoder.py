@@ -49,29 +49,39 @@ def prefix_encoder(
     """Attention of packed variable-length queries over a paged KV cache; ATB's SelfAttention
     PrefixEncoder.
 
-    query         float16, bfloat16 or float32 [num_tokens, head_num, head_size] or [num_tokens, head_num * head_size]
-    key, value    as query, [num_blocks, block_size, kv_head_num, head_size] (or the last two joined): the paged cache
+    query         float16, bfloat16 or float32 [num_tokens, head_num, head_size] or [num_tokens,
+                  head_num * head_size]
+    key, value    as query, [num_blocks, block_size, kv_head_num, head_size] (or the last two
+                  joined): the paged cache
     block_tables  int32 [batch, max_block_num]: physical blocks of each sequence, in order
-    seq_len       query tokens of each sequence, [batch], on the host; the last of its kv_seq_len tokens
+    seq_len       query tokens of each sequence, [batch], on the host; the last of its kv_seq_len
+                  tokens
     kv_seq_len    total key tokens of each sequence, [batch], on the host
-    mask_type     MaskType, number or name: "causal", "none", "alibi", "alibi_sqrt", "alibi_left_align", …
-    mask          None, or ATB's ALiBi template [256, 256] or [head_num, mask_len, 128], query's dtype or float32
-    slopes        float32 [head_num], for the ALiBi kinds, in any memory: the paper's positive slopes when mask is None
+    mask_type     MaskType, number or name: "causal", "none", "alibi", "alibi_sqrt",
+                  "alibi_left_align", …
+    mask          None, or ATB's ALiBi template [256, 256] or [head_num, mask_len, 128], query's
+                  dtype or float32
+    slopes        float32 [head_num], for the ALiBi kinds, in any memory: the paper's positive
+                  slopes when mask is None
     head_num      may be left out when query is 3-D
     kv_head_num   0: head_num; None: the cache's own count if it is 4-D, else head_num
     qk_scale      multiplies q·k before any bias (1 / sqrt(head_size) for most networks)
     out           written and returned if given: like query
     return_lse    also return the natural log-sum-exp of the scores, float32 [num_tokens, head_num]
-    target        "auto" (CUDA for CUDA tensors, else CPU), "cpu", "cuda", "reference" (float64 NumPy)
-    num_threads   most threads to use on the CPU; None: all that the process may use (get_num_threads)
-    workspace     a writable byte buffer of at least the size the two-phase form reports, on a GPU an array there; None: one
-                  is kept per thread, or taken on the GPU for the call
+    target        "auto" (CUDA for CUDA tensors, else CPU), "cpu", "cuda", "reference" (float64
+                  NumPy)
+    num_threads   most threads to use on the CPU; None: all that the process may use
+                  (get_num_threads)
+    workspace     a writable byte buffer of at least the size the two-phase form reports, on a GPU
+                  an array there; None: one is kept per thread, or taken on the GPU for the call
     stream        where a GPU is to compute (see Context), which is not waited for
-    validate      "full", or "shape" to skip the check of the block ids' values. A table on a GPU is checked by the kernel,
-                  which follows no bad id: "full" raises the error at this thread's next call for a GPU, "wait" waits for the
-                  result and raises it at once. For other tables "wait" is "full"
-    held_blocks   None, or bool [batch, max_block_num] on the host: attend to the keys of these blocks of each sequence
-                  only, each at its own position; entries of block_tables for other blocks may hold anything
+    validate      "full", or "shape" to skip the check of the block ids' values. A table on a GPU is
+                  checked by the kernel, which follows no bad id: "full" raises the error at this
+                  thread's next call for a GPU, "wait" waits for the result and raises it at once.
+                  For other tables "wait" is "full"
+    held_blocks   None, or bool [batch, max_block_num] on the host: attend to the keys of these
+                  blocks of each sequence only, each at its own position; entries of block_tables
+                  for other blocks may hold anything
 
     All arrays are in one memory: the CPU's, or one GPU's. Returns out, or (out, lse), of the
     caller's kind (NumPy, torch, …). Raises TypeError and ValueError naming the argument, before

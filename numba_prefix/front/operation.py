@@ -22,7 +22,7 @@ POOLS = ("own", "torch")
 
 @dataclass(frozen=True, slots=True)
 class Context:
-    """How to run, apart from what: `target` ("auto", "cpu", "cuda", "reference"), `num_threads`
+    """The way to run an operation: `target` ("auto", "cpu", "cuda", "reference"), `num_threads`
     (CPU; None: all that the process may use; never more than set_num_threads and
     NUMBA_PREFIX_NUM_THREADS allow) and `stream` (CUDA: an integer handle, or a stream of torch,
     CuPy, Numba or another library with `__cuda_stream__`, which has to live as long as what was
@@ -32,7 +32,7 @@ class Context:
     pool, on the CPU: whose threads help the caller's. "own": ones that sleep between calls.
     "torch": those of PyTorch's OpenMP, which are awake for milliseconds after each of its
     operations, and in the way of any others: for calls between such operations, on their thread.
-    Where they cannot be had (in a forked process, with an OpenMP that is not GNU's, fewer than
+    Where these are not available (in a forked process, with an OpenMP that is not GNU's, fewer than
     asked for) it is the same as "own"."""
 
     target: str = "auto"
@@ -82,12 +82,13 @@ class Op:
 
     @property
     def reason(self) -> str:
-        """Why this target, and what its kernels are made for."""
+        """The reason for this target, and the choices made for its kernels."""
         return f"{self._chosen}; {self.planned.reason}"
 
     @property
     def part_shift(self) -> NDArray[np.float32] | None:
-        """What lse leaves out: None, or for a part of the keys float32 [num_tokens, head_num]."""
+        """The shift that lse leaves out: None, or for a part of the keys float32 [num_tokens,
+        head_num]."""
         options = self._options
         return part_shift(self.problem, self._operands.slopes, *options.lengths) if options.is_part else None
 

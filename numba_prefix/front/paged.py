@@ -1,4 +1,4 @@
-"""Beside the operator: writing new tokens into the paged cache, and merging attention over disjoint
+"""Writing new tokens into the paged cache, and merging attention over disjoint
 key ranges."""
 
 from __future__ import annotations
@@ -17,9 +17,12 @@ from numba_prefix.rules.softmax import LOG2_E, log_sum_exp, normalize, part_of_o
 def reshape_and_cache(key: Any, value: Any, key_cache: Any, value_cache: Any, slot_mapping: Any) -> None:
     """Write each token's key and value into its slot of the paged cache, in place.
 
-    key, value              float16, bfloat16 or float32 [num_tokens, kv_head_num, head_size] (or the last two joined)
-    key_cache, value_cache  same dtype, writable, [num_blocks, block_size, kv_head_num, head_size] (or the last two joined)
-    slot_mapping            integers [num_tokens]: block * block_size + slot; -1 skips the token; the later of two wins
+    key, value              float16, bfloat16 or float32 [num_tokens, kv_head_num, head_size] (or
+                            the last two joined)
+    key_cache, value_cache  same dtype, writable, [num_blocks, block_size, kv_head_num, head_size]
+                            (or the last two joined)
+    slot_mapping            integers [num_tokens]: block * block_size + slot; -1 skips the token;
+                            the later of two wins
 
     Raises TypeError and ValueError naming the argument, before anything is written.
     """
@@ -84,7 +87,8 @@ def merge_states(out_a: Any, lse_a: Any, out_b: Any, lse_b: Any) -> tuple[Any, A
     """Attention over two disjoint sets of keys as attention over both, from outputs and natural
     log-sum-exps.
 
-    out_a, out_b  float16, bfloat16 or float32 [num_tokens, head_num, head_size] (or the last two joined)
+    out_a, out_b  float16, bfloat16 or float32 [num_tokens, head_num, head_size] (or the last two
+                  joined)
     lse_a, lse_b  float32 [num_tokens, head_num]; -inf for a row that saw nothing
 
     Returns (out, lse) of the caller's kind: out in out_a's dtype, lse float32. Raises TypeError and

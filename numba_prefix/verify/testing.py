@@ -159,7 +159,7 @@ def random_inputs(
     qk_scale: float | None = None,
     seed: int = 0,
 ) -> Inputs:
-    """Normally distributed data in shuffled pages; every slot that no sequence addresses is NaN.
+    """Normally distributed data in shuffled blocks; every slot that no sequence addresses is NaN.
     ALiBi kinds get the paper's slopes. qk_scale None: 1 / sqrt(head_size). dtype: "float16",
     "bfloat16" or "float32"."""
     rng = np.random.default_rng(seed)

@@ -48,7 +48,8 @@ _at_exit = _StopAtExit()
 
 
 keep_over_forks(global_compiler_lock)
-keep_over_forks(getattr(ffi.lib, "_lock", contextlib.nullcontext()))  # LLVM's own, taken within it and without it
+# LLVM's own lock, taken within the compiler's and without it.
+keep_over_forks(getattr(ffi.lib, "_lock", contextlib.nullcontext()))
 
 
 def kernel(function: Callable[..., Any]) -> Any:

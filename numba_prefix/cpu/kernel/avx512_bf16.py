@@ -34,7 +34,7 @@ def pack_values(params: Any, is_clean: Any, list_ptr: Any, num_keys: Any, scratc
 
 @device_function
 def scale_acc(params: Any, acc_ptr: Any, alpha_ptr: Any) -> None:
-    """Nothing: the output product does it."""
+    """Leaves it to the output product."""
 
 
 @device_function

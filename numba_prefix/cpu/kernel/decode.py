@@ -189,26 +189,26 @@ def output_non_finite_decode(params: Any, fold_rows: Any, kv_pos: Any, num_keys:
 
 
 @inline
-def pages_of_head(pages: Any, head_stride: Any, head: Any) -> Any:
-    """Pages of the kv head that comes `head` heads after that of `pages`."""
-    return pages[0] + head * head_stride, pages[1], pages[2], pages[3]
+def blocks_of_head(blocks: Any, head_stride: Any, head: Any) -> Any:
+    """Blocks of the kv head that comes `head` heads after that of `blocks`."""
+    return blocks[0] + head * head_stride, blocks[1], blocks[2], blocks[3]
 
 
 @device_function
 def attend_decode(
-    params: Any, work_item: Any, sequence: Any, runs: Any, fold_rows: Any, pages: Any, scratch_ptr: Any
+    params: Any, work_item: Any, sequence: Any, runs: Any, fold_rows: Any, blocks: Any, scratch_ptr: Any
 ) -> None:
     """Attends to all keys of one work item, a key tile for each of its heads in turn. Key rows are
     listed a turn ahead, so that they can be asked for in time."""
-    k_pages, v_pages = pages
+    k_blocks, v_blocks = blocks
     kv_idx, n_end, head = work_item[tiling.N_BEGIN], work_item[tiling.N_END], 0
     kv_pos, num_keys = tiling.key_tile(runs, sequence, kv_idx, n_end, DECODE_N)
     k_list_ptr = scratch_ptr + params.k_list_offset
     next_k_list_ptr = k_list_ptr + 8 * DECODE_N
-    list_rows(params, k_pages, kv_pos, num_keys, DECODE_N, k_list_ptr)
+    list_rows(params, k_blocks, kv_pos, num_keys, DECODE_N, k_list_ptr)
     while kv_idx < n_end:
         head_ptr = scratch_ptr + head * params.head_bytes
-        v_of_head = pages_of_head(v_pages, params.v_head_stride, head)
+        v_of_head = blocks_of_head(v_blocks, params.v_head_stride, head)
         list_rows(params, v_of_head, kv_pos, num_keys, DECODE_N, head_ptr + params.v_list_offset)
         next_pos, next_count = kv_pos, num_keys
         head += 1
@@ -216,7 +216,7 @@ def attend_decode(
             head = 0
             kv_idx += num_keys
             next_pos, next_count = tiling.key_tile(runs, sequence, kv_idx, n_end, DECODE_N)
-        k_of_head = pages_of_head(k_pages, params.k_head_stride, head)
+        k_of_head = blocks_of_head(k_blocks, params.k_head_stride, head)
         list_rows(params, k_of_head, next_pos, next_count, DECODE_N, next_k_list_ptr)
         _, full_begin, full_end, _ = range_of_lanes(params, 0, fold_rows - 1, head_ptr)
         is_edge = tiling.is_edge(full_begin, full_end, kv_pos, num_keys)
@@ -306,14 +306,14 @@ def decode_item(
     rows: Any,
     fold_rows: Any,
     kv_head: Any,
-    pages: Any,
+    blocks: Any,
     scratch_ptr: Any,
 ) -> None:
     """One work item of a sequence with few rows: item_heads kv heads from kv_head on, whose keys
     are taken in turns."""
     for head in range(params.item_heads):
         start_decode(params, sequence, runs, rows, fold_rows, kv_head + head, scratch_ptr + head * params.head_bytes)
-    attend_decode(params, work_item, sequence, runs, fold_rows, pages, scratch_ptr)
+    attend_decode(params, work_item, sequence, runs, fold_rows, blocks, scratch_ptr)
     for head in range(params.item_heads):
         head_ptr = scratch_ptr + head * params.head_bytes
         finish_decode(params, work_item, sequence, rows, fold_rows, kv_head + head, head_ptr)

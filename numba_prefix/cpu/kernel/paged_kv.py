@@ -1,5 +1,5 @@
-"""Rows between the caller's arrays and a worker's scratch: walking pages, widening to float32 and
-narrowing back."""
+"""Rows between the caller's arrays and a worker's scratch: the walk along a block table, widening
+to float32 and narrowing back."""
 
 from __future__ import annotations
 
@@ -163,9 +163,9 @@ def narrow_row(dtype: Any, source_ptr: Any, target_ptr: Any, size: Any) -> None:
 
 
 @inline
-def pages_of(params: Any, work_item: Any, kv_head: Any) -> Any:
-    """Pages of keys and pages of values of a work item's sequence and one kv head: for each of them
-    the address of the head in the cache, its byte strides from block to block and from slot to
+def blocks_of(params: Any, work_item: Any, kv_head: Any) -> Any:
+    """Blocks of keys and of values of a work item's sequence and one kv head: for each of them the
+    address of the head in the cache, its byte strides from block to block and from slot to
     slot, and the address of the sequence's block table."""
     table_ptr = params.table_ptr + work_item[SEQUENCE] * params.table_row_stride
     k_ptr = params.k_ptr + kv_head * params.k_head_stride
@@ -177,10 +177,10 @@ def pages_of(params: Any, work_item: Any, kv_head: Any) -> Any:
 
 
 @inline
-def rows_in_page(params: Any, pages: Any, kv_pos: Any, num_keys: Any) -> Any:
+def rows_in_block(params: Any, blocks: Any, kv_pos: Any, num_keys: Any) -> Any:
     """Address of the row of the key at kv_pos, and how many of num_keys rows from there on lie in
-    the same page."""
-    cache_ptr, block_stride, slot_stride, table_ptr = pages
+    the same block."""
+    cache_ptr, block_stride, slot_stride, table_ptr = blocks
     logical_block = logical_block_of(kv_pos, params.block_size)
     slot = kv_pos - logical_block * params.block_size
     physical_block = np.int64(load1_i32(table_ptr + logical_block * params.table_column_stride))
@@ -188,25 +188,25 @@ def rows_in_page(params: Any, pages: Any, kv_pos: Any, num_keys: Any) -> Any:
 
 
 @device_function
-def load_pages(params: Any, pages: Any, kv_pos: Any, num_keys: Any, rows_ptr: Any) -> None:
-    """Widens the rows of num_keys keys from kv_pos on, page by page; a tile may span pages and a
-    page may span tiles."""
-    slot_stride, done = pages[2], 0
+def load_rows(params: Any, blocks: Any, kv_pos: Any, num_keys: Any, rows_ptr: Any) -> None:
+    """Widens the rows of num_keys keys from kv_pos on, block by block; a tile may span blocks
+    and a block may span tiles."""
+    slot_stride, done = blocks[2], 0
     while done < num_keys:
-        source_ptr, count = rows_in_page(params, pages, kv_pos + done, num_keys - done)
+        source_ptr, count = rows_in_block(params, blocks, kv_pos + done, num_keys - done)
         target_ptr = rows_ptr + done * params.row_pitch
         widen_rows(params.dtype, source_ptr, slot_stride, target_ptr, params.row_pitch, count, params.head_size)
         done += count
 
 
 @device_function
-def list_rows(params: Any, pages: Any, kv_pos: Any, num_keys: Any, length: Any, list_ptr: Any) -> None:
+def list_rows(params: Any, blocks: Any, kv_pos: Any, num_keys: Any, length: Any, list_ptr: Any) -> None:
     """Lists the addresses (int64) of the rows of num_keys keys from kv_pos on, then up to `length`
     the last one again (or the cache itself, if there is none)."""
-    slot_stride, done = pages[2], 0
-    row_ptr = pages[0]
+    slot_stride, done = blocks[2], 0
+    row_ptr = blocks[0]
     while done < num_keys:
-        row_ptr, count = rows_in_page(params, pages, kv_pos + done, num_keys - done)
+        row_ptr, count = rows_in_block(params, blocks, kv_pos + done, num_keys - done)
         for i in range(count):
             store1_i64(list_ptr + 8 * (done + i), row_ptr + i * slot_stride)
         row_ptr += (count - 1) * slot_stride

@@ -22,7 +22,7 @@ _CODES = ("dtype", "out_dtype", "mask_dtype", "bias", "has_shift")
 # int64, byte offsets in a worker's scratch of one kv head. Lanes are query rows: a panel is 16 of
 # them.
 OFFSETS = (
-    "q_t_offset",  # queries [panel, head_size, 16] float32, or as prefill_bf16 has them; decode: [row, head_size]
+    "q_t_offset",  # queries [panel, head_size, 16] float32; decode: [row, head_size]
     "k_rows_offset",  # keys of a key tile [key, row_pitch]
     "v_rows_offset",  # values of a key tile [key, row_pitch]
     "s_offset",  # scores, then probabilities [panel, key, 16] float32

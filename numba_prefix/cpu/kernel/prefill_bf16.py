@@ -304,8 +304,8 @@ def make_attend(pack_values: Any, scale_acc: Any, step: Any) -> Any:
         sequence: Any,
         runs: Any,
         num_panels: Any,
-        k_pages: Any,
-        v_pages: Any,
+        k_blocks: Any,
+        v_blocks: Any,
         scratch_ptr: Any,
     ) -> None:
         """Attends all panels of a tile to the keys of one work item, whose rows are listed a pack
@@ -318,8 +318,8 @@ def make_attend(pack_values: Any, scale_acc: Any, step: Any) -> Any:
         while True:
             kv_idx += num_keys
             next_pos, count = tiling.key_tile(runs, sequence, kv_idx, n_end, PACK_N)
-            list_rows(params, k_pages, next_pos, count, count, next_k_list_ptr)
-            list_rows(params, v_pages, next_pos, count, count, next_v_list_ptr)
+            list_rows(params, k_blocks, next_pos, count, count, next_k_list_ptr)
+            list_rows(params, v_blocks, next_pos, count, count, next_v_list_ptr)
             if num_keys > 0:
                 lists = k_list_ptr, v_list_ptr, next_k_list_ptr, next_v_list_ptr
                 attend_pack(params, num_panels, kv_pos, num_keys, lists, count, scratch_ptr)

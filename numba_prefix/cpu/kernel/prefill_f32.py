@@ -16,8 +16,8 @@ from numba_prefix.cpu.kernel.paged_kv import (
     has_non_finite,
     item_bytes,
     list_rows,
-    load_pages,
     load_query,
+    load_rows,
     prefetch_rows,
 )
 from numba_prefix.cpu.kernel.prefill_f32_gemm import (
@@ -186,18 +186,25 @@ def attend_strip(
 
 @device_function
 def list_next(
-    params: Any, sequence: Any, runs: Any, kv_idx: Any, n_end: Any, k_pages: Any, v_pages: Any, scratch_ptr: Any
+    params: Any, sequence: Any, runs: Any, kv_idx: Any, n_end: Any, k_blocks: Any, v_blocks: Any, scratch_ptr: Any
 ) -> Any:
     """Lists the rows of the key tile that begins at kv_idx; returns how many they are."""
     kv_pos, num_keys = tiling.key_tile(runs, sequence, kv_idx, n_end, BLOCK_N)
-    list_rows(params, k_pages, kv_pos, num_keys, num_keys, scratch_ptr + params.k_list_offset)
-    list_rows(params, v_pages, kv_pos, num_keys, num_keys, scratch_ptr + params.v_list_offset)
+    list_rows(params, k_blocks, kv_pos, num_keys, num_keys, scratch_ptr + params.k_list_offset)
+    list_rows(params, v_blocks, kv_pos, num_keys, num_keys, scratch_ptr + params.v_list_offset)
     return num_keys
 
 
 @device_function
 def attend_keys(
-    params: Any, work_item: Any, sequence: Any, runs: Any, num_panels: Any, k_pages: Any, v_pages: Any, scratch_ptr: Any
+    params: Any,
+    work_item: Any,
+    sequence: Any,
+    runs: Any,
+    num_panels: Any,
+    k_blocks: Any,
+    v_blocks: Any,
+    scratch_ptr: Any,
 ) -> None:
     """Attends all panels of a tile to the keys of one work item; meanwhile the rows of the next key
     tile come into the cache."""
@@ -209,12 +216,12 @@ def attend_keys(
     while kv_idx < n_end:
         kv_pos, num_keys = tiling.key_tile(runs, sequence, kv_idx, n_end, BLOCK_N)
         kv_idx += num_keys
-        load_pages(params, k_pages, kv_pos, num_keys, k_rows_ptr)
-        load_pages(params, v_pages, kv_pos, num_keys, v_rows_ptr)
+        load_rows(params, k_blocks, kv_pos, num_keys, k_rows_ptr)
+        load_rows(params, v_blocks, kv_pos, num_keys, v_rows_ptr)
         non_finite = False
         if tiling.is_edge(tile_full_begin, tile_full_end, kv_pos, num_keys):
             non_finite = has_non_finite(v_rows_ptr, params.row_pitch, num_keys, params.head_size)
-        num_next = list_next(params, sequence, runs, kv_idx, n_end, k_pages, v_pages, scratch_ptr)
+        num_next = list_next(params, sequence, runs, kv_idx, n_end, k_blocks, v_blocks, scratch_ptr)
         for panel in range(0, num_panels, NV):
             width = min(NV, num_panels - panel)
             asked = num_next * panel // num_panels

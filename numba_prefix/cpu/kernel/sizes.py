@@ -19,7 +19,7 @@ BLOCK_N = 128
 # between tiles, which faster CPUs would notice.
 DECODE_N = 64
 # kv heads that one decode work item takes in turns, DECODE_N keys of each, if there are enough
-# items: their rows lie side by side, in the same pages of memory.
+# items: their rows lie side by side, in neighbouring memory.
 MAX_ITEM_HEADS = 8
 MIN_ITEMS_PER_THREAD = 8
 

@@ -6,7 +6,7 @@ from typing import Any
 
 from numba_prefix.cpu.compile.jit import inline, kernel
 from numba_prefix.cpu.kernel.decode import decode_item
-from numba_prefix.cpu.kernel.paged_kv import pages_of
+from numba_prefix.cpu.kernel.paged_kv import blocks_of
 from numba_prefix.cpu.kernel.prefill import finish_prefill, start_state
 from numba_prefix.cpu.simd.memory import atomic_add, enter_float_mode, leave_float_mode
 from numba_prefix.cpu.simd.params_view import params_view
@@ -48,15 +48,15 @@ def make_drain(name: str, load_queries: Any, attend_keys: Any, enter: Any, leave
             q_len, m_block = sequence[tiling.Q_LEN], work_item[tiling.M_BLOCK]
             rows = tiling.rows_in_tile(q_len, group_size, m_block, sequence[tiling.TILE_ROWS])
             fold_rows = tiling.fold_rows(q_len, group_size, params.head_size)
-            k_pages, v_pages = pages_of(params, work_item, kv_head)
+            k_blocks, v_blocks = blocks_of(params, work_item, kv_head)
             if fold_rows > 0:
-                pages = k_pages, v_pages
-                decode_item(params, work_item, sequence, runs, rows, fold_rows, kv_head, pages, scratch_ptr)
+                blocks = k_blocks, v_blocks
+                decode_item(params, work_item, sequence, runs, rows, fold_rows, kv_head, blocks, scratch_ptr)
             else:
                 first_row, num_panels = m_block * sequence[tiling.TILE_ROWS], lane_rows(rows) >> 4
                 load_queries(params, sequence, runs, first_row, rows, kv_head, scratch_ptr)
                 start_state(params, num_panels, scratch_ptr)
-                attend_keys(params, work_item, sequence, runs, num_panels, k_pages, v_pages, scratch_ptr)
+                attend_keys(params, work_item, sequence, runs, num_panels, k_blocks, v_blocks, scratch_ptr)
                 finish_prefill(params, work_item, sequence, first_row, rows, kv_head, scratch_ptr)
         leave()
         leave_float_mode(float_mode)

@@ -16,8 +16,8 @@ _XFEATURE_XTILEDATA = 18
 
 
 def _missing() -> str:
-    """Only here is the system asked to let the process use AMX, which cannot be taken back: signal
-    handlers' own stacks have to hold 8 KB more from then on."""
+    """Asks the system to let the process use AMX, which cannot be taken back: from then on, signal
+    handlers' own stacks have to hold 8 KB more."""
     from numba_prefix.cpu.simd.features import has_tiles
 
     if not has_tiles():

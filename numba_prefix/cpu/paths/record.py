@@ -21,7 +21,7 @@ class MicroKernels(NamedTuple):
     attend_keys: Any  # adds the keys of a work item to the state of its rows
     enter: Any  # what a thread has to do before
     leave: Any  # and after
-    steps: tuple[Any, ...] = ()  # of the bfloat16 paths: what attend_keys is made of (prefill_bf16.make_attend)
+    steps: tuple[Any, ...] = ()  # of the bfloat16 paths: arguments of prefill_bf16.make_attend
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -35,11 +35,11 @@ class Path:
     micro_kernels: Callable[[], MicroKernels]
     scratch: Callable[[str, int, int], Scratch]  # of (dtype, head_size, tile_rows)
     tile_heights: tuple[int, ...]  # rows that tiles may have beside BLOCK_M, ascending
-    tiles_per_thread: int  # with fewer, threads would wait for the last one longer than tall tiles save
+    # With fewer tiles, threads would wait for the last one longer than tall tiles save.
+    tiles_per_thread: int
     guessed_speed: float  # beside `vector`, for work per thread and for how soon Ctrl-C is seen
-    is_exact: bool = (
-        False  # whether it computes as the float32 reference does, on any CPU: the one that needs no self test
-    )
+    # Whether it uses nothing but float32 arithmetic, as every CPU has it, and needs no self test.
+    is_exact: bool = False
 
 
 @functools.cache

@@ -295,7 +295,7 @@ SQRT_HALF_BITS = 0x3F3504F3
 
 
 def _lower_log2(context: Any, builder: Any, sig: Any, args: Any) -> Any:
-    """For normal x > 0; NaN stays NaN."""
+    """Emits log2 of normal x > 0; NaN stays NaN."""
     (x,) = args
     offset = builder.sub(builder.bitcast(x, i32x16.llvm), constant(i32x16, SQRT_HALF_BITS))
     exponent = builder.ashr(offset, constant(i32x16, 23))

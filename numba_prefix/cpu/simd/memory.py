@@ -269,8 +269,8 @@ def enter_float_mode(typingctx: Any) -> Any:
     """Sets this thread to round to nearest and to keep subnormals, whatever its host set; returns
     the mode before.
 
-    A helper thread inherits the mode of whoever started it: without this, bits would depend on who
-    helps."""
+    A helper thread inherits the mode of the thread that started it: without this, bits would depend
+    on which threads help."""
 
     def codegen(context: Any, builder: Any, sig: Any, args: Any) -> Any:
         if is_x86():

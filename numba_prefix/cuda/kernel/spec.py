@@ -16,13 +16,15 @@ CHUNK = 16  # bytes that are copied at once where all rows are aligned to it
 class KernelSpec:
     """A kernel's compile-time choices.
 
-    family      "mma" (tensor cores, sm_80 and newer, 16-bit inputs), "fma" (any), "merge" (of split tiles)
+    family      "mma" (tensor cores, sm_80 and newer, 16-bit inputs), "fma" (any), "merge" (of split
+                tiles)
     dtype       of query, key and value: "float16", "bfloat16", "float32"
     out_dtype   dtype, or "float32"
     head_dim    one of HEAD_DIMS: the head size, padded
     bias        one of planning.params.BIASES
     mask_dtype  of the given mask, "" if there is none to read
-    is_aligned  all rows of query, key and value begin at multiples of 16 bytes, and head sizes are multiples of 16 bytes
+    is_aligned  all rows of query, key and value begin at multiples of 16 bytes, and head sizes are
+                multiples of 16 bytes
     """
 
     family: str
