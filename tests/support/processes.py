@@ -12,7 +12,8 @@ SUPPORT = Path(__file__).parent
 TESTS = SUPPORT.parent
 ROOT = TESTS.parent
 SCRIPTS = SUPPORT / "scripts"
-PYTHONPATH = (str(ROOT), str(TESTS), str(SUPPORT))  # of programs that use what the tests do
+# Of programs that use what the tests do, and tests of this folder themselves.
+PYTHONPATH = (str(ROOT), str(TESTS), str(SUPPORT), str(TESTS / "process"))
 
 
 def environment(**changes: str | None) -> dict[str, str]:
