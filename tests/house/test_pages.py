@@ -36,8 +36,7 @@ def test_every_module_has_tests_to_run() -> None:
 
 
 def test_folders_and_helpers_are_those_of_the_page() -> None:
-    before, _, rest = PAGE.partition("## Where things are")
-    folders, _, rest = rest.partition("## After an edit")
+    folders, _, rest = PAGE.partition("## Where things are")[2].partition("## After an edit")
     helpers = rest.partition("## Helpers")[2].partition("## Long forms")[0]
     rows = [name for line in folders.splitlines() if line.startswith("| `") for name in quoted(line.split("|")[1])]
     hidden = "__pycache__"
