@@ -1,4 +1,4 @@
-"""Running a problem on the CPU target."""
+"""The CPU target: an operation's plan, its path, its runs on several threads."""
 
 from __future__ import annotations
 
@@ -12,22 +12,72 @@ from numpy.typing import NDArray
 from numba_prefix.cpu import isa, self_test
 from numba_prefix.cpu.kernel.params import FIELDS, Params
 from numba_prefix.cpu.kernel.sizes import BLOCK_M, BLOCK_N
-from numba_prefix.cpu.paths import Path, kernel_of
+from numba_prefix.cpu.paths import PATHS, Path, by_name, kernel_of
 from numba_prefix.cpu.plan import CpuPlan, bind, cut_tiles, kept_plan, make_plan
 from numba_prefix.cpu.simd.features import cpu_name
-from numba_prefix.inputs.arrays import data_address
+from numba_prefix.inputs.arrays import bits, data_address, describe
+from numba_prefix.inputs.dense import are_dense, dense_operands
 from numba_prefix.inputs.problem import Operands, Problem
+from numba_prefix.planning import workspace as workspaces
+from numba_prefix.planning.target import HostTarget, PlanOptions
 from numba_prefix.planning.work import Cutter
 from numba_prefix.planning.workspace import ALIGNMENT
 from numba_prefix.rules import tiling
 from numba_prefix.runtime import openmp
-from numba_prefix.runtime.num_threads import capped
+from numba_prefix.runtime.num_threads import capped, resolved
 from numba_prefix.runtime.pool import run_together
 from numba_prefix.runtime.signal_guard import uninterrupted
 
-# Instructions for pairs take products below 2**-126 as 0, which a larger scale would make scores of.
+# Instructions for pairs take products below 2**-126 as 0, which a larger scale would make scores
+# of.
 MAX_PAIRS_SCALE = 2.0**60
 CANCELLED = 1 << 62  # a queue counter at which no item is left
+
+
+class CpuTarget(HostTarget):
+    """An operation on the CPU."""
+
+    # Problem, operands, lse and, unless dense copies have to be bound at every run, parameters.
+    _bound: tuple[Problem, Operands, Any, Params | None]
+
+    def __init__(self, problem: Problem, operands: Operands, options: PlanOptions) -> None:
+        super().__init__(problem, operands, options)
+        num_threads = resolved(options.num_threads)
+        self.plan = plan(
+            problem, *options.lengths, num_threads, options.held_blocks, options.is_part, options.pool, options.path
+        )
+
+    @property
+    def reason(self) -> str:
+        return reason(self.plan.path)
+
+    @property
+    def workspace_bytes(self) -> int:
+        return self.plan.workspace_bytes
+
+    def bind(self, problem: Problem, operands: Operands, lse: Any) -> None:
+        self._bound = problem, operands, lse, self._params(operands, lse) if are_dense(operands) else None
+
+    def _params(self, dense: Operands, lse: Any) -> Params:
+        assert dense.out is not None
+        return bind(self.plan, dense, dense.out, 0 if lse is None else describe(lse, "lse").address)
+
+    def run(self, workspace: Any, num_threads: int | None = None, stream: Any = None) -> None:
+        problem, operands, lse, params = self._bound  # read once: another thread may rebind
+        if not self._options.is_one_shot:
+            self.check_tables(problem, operands)
+        address, buffer = workspaces.take(workspace, self.plan.workspace_bytes)
+        dense = operands
+        if params is None:
+            dense = dense_operands(operands)
+            params = self._params(dense, lse)
+        run(self.plan, params, address, (buffer, dense, lse), num_threads)
+        if dense.out is not operands.out:
+            assert operands.out is not None
+            assert dense.out is not None
+            bits(operands.out)[...] = bits(dense.out)
+        if workspace is None:
+            workspaces.give_back(buffer)
 
 
 def plan(
@@ -38,11 +88,14 @@ def plan(
     held_blocks: NDArray[np.bool_] | None = None,
     is_part: bool = False,
     pool: str = "own",
+    path_name: str | None = None,
 ) -> CpuPlan:
-    """A plan on the path that this problem takes. Arguments as kept_plan's."""
+    """A plan on the path of that name; None: on the one that this problem takes. Other arguments
+    as kept_plan's."""
     # Partial results are float32, and probabilities rounded to bfloat16 would show in them.
     needs_float32 = is_part or abs(problem.qk_scale) > MAX_PAIRS_SCALE
-    path = _ready_path("float32" if needs_float32 else problem.dtype)
+    dtype = "float32" if needs_float32 else problem.dtype
+    path = _ready_path(dtype) if path_name is None else _named_path(path_name, dtype)
     return kept_plan(path, problem, q_len, kv_len, num_threads, held_blocks, is_part, pool)
 
 
@@ -52,8 +105,8 @@ def reason(path: Path) -> str:
 
 @functools.cache
 def make_ready(path: Path) -> bool:
-    """Have a path's kernel compiled, or loaded, and all done that Numba does at a first call of any. False if it computes
-    wrong results here: no call takes that path then."""
+    """Have a path's kernel compiled, or loaded, and all done that Numba does at a first call of
+    any. False if it computes wrong results here: no call takes that path then."""
     uninterrupted(lambda: _call_without_work(path))
     is_right = path.is_exact or all(
         self_test.is_right(dtype, functools.partial(_compute, path)) for dtype in path.dtypes
@@ -78,6 +131,21 @@ def _ready_path(dtype: str) -> Path:
     return path
 
 
+def _named_path(name: str, dtype: str) -> Path:
+    """The path of that name, ready. Raises ValueError for one that this machine or these operands
+    cannot take."""
+    path = by_name(name)
+    why = isa.obstacle(path)
+    if not why and dtype not in path.dtypes:
+        why = f"it computes nothing in {dtype}"
+    if not why and not make_ready(path):
+        why = isa.obstacle(path)
+    if why:
+        usable = ", ".join(other.name for other in PATHS if dtype in other.dtypes and not isa.obstacle(other))
+        raise ValueError(f"path: got {name!r} ({why}), expected one of {usable}")
+    return path
+
+
 def _call_without_work(path: Path) -> None:
     sequences, runs, work = _cut_no_work()
     kernel_of(path)(np.zeros(len(FIELDS), np.int64), sequences, runs, work, 0, 0)
@@ -86,7 +154,7 @@ def _call_without_work(path: Path) -> None:
 
 @functools.cache
 def cutter() -> Cutter:
-    """What cuts the work of any target's plan into tiles, ready to be called."""
+    """The compiled function that cuts the work of any target's plan into tiles."""
     uninterrupted(_cut_no_work)
     return cut_tiles
 
@@ -107,12 +175,13 @@ def run(
     memory: Any,
     num_threads: int | None = None,
 ) -> None:
-    """Computes what `bound` (from bind) is about. One bound call may run on several threads at once, each with its own
-    workspace.
+    """Computes what `bound` (from bind) is about. One bound call may run on several threads at
+    once, each with its own workspace.
 
-    workspace_address: of at least plan.workspace_bytes, at any alignment; what it held is overwritten.
-    memory: whatever owns the buffers; held until the last thread is done with them, even if this one is interrupted.
-    num_threads: at most this many, where that is fewer than planned. A cap that was set since the plan was made holds too.
+    workspace_address: of at least plan.workspace_bytes, at any alignment; what it held is
+    overwritten. memory: whatever owns the buffers; held until the last thread is done with them,
+    even if this one is interrupted. num_threads: at most this many, where that is fewer than
+    planned. A cap that was set since the plan was made holds too.
     """
     layout = plan.layout
     if layout.total_bytes == 0:

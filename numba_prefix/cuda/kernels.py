@@ -7,12 +7,11 @@ from dataclasses import dataclass, replace
 from numba_prefix.cuda.compile import cubins
 from numba_prefix.cuda.compile.compiler import Compiled
 from numba_prefix.cuda.device.gpu import Device
-from numba_prefix.cuda.kernel.choice import CHUNK, family_of, head_dim_of, merge_of
-from numba_prefix.cuda.kernel.spec import KernelSpec
+from numba_prefix.cuda.kernel.spec import CHUNK, KernelSpec, family_of, head_dim_of, merge_of
 from numba_prefix.inputs.arrays import ITEM_BYTES, Tensor
 from numba_prefix.inputs.errors import TargetUnavailableError
 from numba_prefix.inputs.problem import Operands, Problem
-from numba_prefix.planning.plan import bias_of
+from numba_prefix.planning.params import bias_of
 
 DEFAULT_SHARED_BYTES = 48 << 10  # what a kernel may have without asking
 
@@ -30,7 +29,8 @@ class Kernel:
 
 
 def attention_kernel(device: Device, problem: Problem, operands: Operands, out_dtype: str) -> Kernel:
-    """The first family that this GPU can run: tensor cores for 16-bit numbers, else plain arithmetic.
+    """The first family that this GPU can run: tensor cores for 16-bit numbers, else plain
+    arithmetic.
 
     Raises TargetUnavailableError if blocks may not have enough shared memory for any."""
     spec = KernelSpec(
@@ -39,7 +39,6 @@ def attention_kernel(device: Device, problem: Problem, operands: Operands, out_d
         out_dtype=out_dtype,
         head_dim=head_dim_of(problem.head_size),
         bias=bias_of(problem),
-        is_causal=problem.is_causal,
         mask_dtype=problem.mask_dtype or "",
         is_aligned=is_aligned(problem, operands),
     )

@@ -13,34 +13,39 @@ from numpy.typing import NDArray
 from numba_prefix.cuda.device import streams
 from numba_prefix.cuda.device.driver import get_driver
 from numba_prefix.cuda.device.gpu import Device, get_device
-from numba_prefix.cuda.kernel import spec as c
+from numba_prefix.cuda.kernel.params import SLOT_BYTES, Params, in_memory
 from numba_prefix.cuda.kernels import Kernel, attention_kernel, merge_kernel
 from numba_prefix.cuda.plan import CudaPlan
-from numba_prefix.inputs.arrays import ITEM_BYTES, Tensor, describe, span
+from numba_prefix.inputs.arrays import ITEM_BYTES, Tensor, describe, empty_like, span
+from numba_prefix.inputs.dense import are_dense, dense_operands
 from numba_prefix.inputs.problem import Operands, Problem
-from numba_prefix.planning.plan import Cutters, addresses_of, factors_of, has_shift, strides_of
+from numba_prefix.planning.params import ADDRESSES, FACTORS, STRIDES, addresses_of, factors_of, has_shift, strides_of
+from numba_prefix.planning.target import PlanOptions, Target, refuse_path
+from numba_prefix.planning.work import Cutter
 from numba_prefix.planning.workspace import ALIGNMENT
 from numba_prefix.rules.tiling import round_up
+from numba_prefix.runtime.num_threads import resolved
 
 MAX_PENDING = 64  # calls of a thread whose block tables are still to be judged, before it waits for the oldest
+
+PARTIALS_SLOT = Params._fields.index("partials_ptr")
 
 Launch = tuple[int, int, int, int]  # function, grid, threads, bytes of shared memory
 
 
 class Parameters:
-    """A kernel's parameters in memory, and where each of them is: what a launch reads."""
+    """A Params in memory, and the addresses of its fields: what a launch reads."""
 
-    __slots__ = ("_call", "_factors", "_pointers", "address")
+    __slots__ = ("_block", "_pointers", "address")
 
-    def __init__(self, call: NDArray[np.int64], factors: NDArray[np.float32]) -> None:
-        self._call, self._factors = call.copy(), factors
-        places = [self._call.ctypes.data + 8 * i for i in range(c.CALL_LENGTH)]
-        places += [factors.ctypes.data + 4 * i for i in range(c.FACTORS_LENGTH)]
-        self._pointers = np.array(places, np.uint64)
+    def __init__(self, params: Any) -> None:
+        self._block = in_memory(params)
+        first = self._block.ctypes.data
+        self._pointers = np.array([first + SLOT_BYTES * i for i in range(len(self._block))], np.uint64)
         self.address = int(self._pointers.ctypes.data)
 
     def set_partials(self, address: int) -> None:
-        self._call[c.PARTIALS] = address
+        self._block[PARTIALS_SLOT] = address
 
 
 @dataclass(slots=True, eq=False)
@@ -50,23 +55,94 @@ class Bound:
     problem: Problem
     operands: Operands
     launches: tuple[Launch, ...]
-    call: NDArray[np.int64]  # [CALL_LENGTH]
-    factors: NDArray[np.float32]  # [FACTORS_LENGTH]
+    params: Any  # a Params, but for the workspace's address
     workspace_bytes: int
     memory: Any  # whatever else the addresses belong to
     copies: list[Tensor]  # copies that torch made of arrays on `copied_on`
     copied_on: int
     streams: set[int] = field(default_factory=set)  # run on so far
-    # Each run takes one and puts it back: runs of several threads, or within a signal handler, have different workspaces.
+    # Each run takes one and puts it back: runs of several threads, or within a signal handler, have
+    # different workspaces.
     spare: list[Parameters] = field(default_factory=list)
 
 
-def available(device: str) -> None:
-    """Raise TargetUnavailableError if this GPU ("cuda:0"; "cpu" for any) can't be used."""
-    if device == "cpu":
-        get_driver()
-    else:
-        get_device(_ordinal(device))
+class CudaTarget(Target):
+    """An operation on one GPU."""
+
+    # Problem, operands, lse and, unless dense copies have to be bound at every run, launches.
+    _bound: tuple[Problem, Operands, Any, Bound | None]
+
+    def __init__(self, problem: Problem, operands: Operands, options: PlanOptions, cut_tiles: Cutter) -> None:
+        """cut_tiles: tiling's, compiled."""
+        resolved(options.num_threads)  # raises for a wrong one, as on other targets
+        refuse_path(options.path, "cuda")
+        self._options = options
+        look_at_pending()
+        if options.is_one_shot:
+            refuse_capture(self._stream(None, operands.q), operands.q)
+        self.plan, self._reason = plan(
+            problem, operands, options.lengths, options.held_blocks, options.is_part, options.validate, cut_tiles
+        )
+
+    @staticmethod
+    def available(device: str) -> None:
+        """Raise TargetUnavailableError if this GPU ("cuda:0"; "cpu" for any) can't be used."""
+        if device == "cpu":
+            get_driver()
+        else:
+            get_device(_ordinal(device))
+
+    @property
+    def reason(self) -> str:
+        return self._reason
+
+    @property
+    def workspace_bytes(self) -> int:
+        return self.plan.workspace_bytes
+
+    def check_tables(self, problem: Problem, operands: Operands) -> None:
+        """Raise what the kernel, which checks the block ids that it follows, has found so far."""
+        self.plan.look()
+
+    def allocate(self, q: Tensor, shape: tuple[int, ...], dtype: str) -> Any:
+        with streams.scope(self._stream(None, q), q):
+            return empty_like(q, shape, dtype)
+
+    def bind(self, problem: Problem, operands: Operands, lse: Any) -> None:
+        bound = None
+        if are_dense(operands):
+            bound = self._bind(problem, operands, lse, self._stream(None, operands.q), (operands, lse))
+        self._bound = problem, operands, lse, bound
+
+    def _bind(self, problem: Problem, dense: Operands, lse: Any, stream: int, memory: Any) -> Bound:
+        assert dense.out is not None
+        described = None if lse is None else describe(lse, "lse")
+        return bind(self.plan, problem, dense, dense.out, described, stream, memory)
+
+    def run(self, workspace: Any, num_threads: int | None = None, stream: Any = None) -> None:
+        problem, operands, lse, bound = self._bound  # read once: another thread may rebind
+        self.plan.look()
+        owner = self._options.stream if stream is None else stream
+        handle = self._stream(stream, operands.q)
+        if bound is not None:
+            run(self.plan, bound, workspace, handle, owner)
+            return
+        with streams.scope(handle, operands.q):
+            dense = dense_operands(operands)
+            run(self.plan, self._bind(problem, dense, lse, handle, (operands, dense, lse)), workspace, handle, owner)
+            assert operands.out is not None
+            assert dense.out is not None
+            settle(self.plan, dense, dense.out, operands.out, handle)
+
+    def check(self) -> None:
+        check(self.plan)
+
+    def detach(self) -> None:
+        leave_pending(self.plan, self._stream(None, self._bound[1].q))
+
+    def _stream(self, given: Any, q: Tensor) -> int:
+        """The handle of the stream given for one run, or of that which was planned for."""
+        return streams.stream_for(self._options.stream if given is None else given, q)
 
 
 def plan(
@@ -76,12 +152,12 @@ def plan(
     held_blocks: NDArray[np.bool_] | None,
     is_part: bool,
     validate: str,
-    cutters: Cutters,
+    cut_tiles: Cutter,
 ) -> tuple[CudaPlan, str]:
     """A plan, and what was chosen: the kernel family and the GPU. Arguments as CudaPlan takes them."""
     device = get_device(_ordinal(operands.q.device))
     with device.current(may_capture=True):
-        made = CudaPlan(device, problem, lengths, held_blocks, is_part, validate, cutters)
+        made = CudaPlan(device, problem, lengths, held_blocks, is_part, validate, cut_tiles)
         out_dtype = "float32" if is_part else problem.dtype
         kernel = attention_kernel(device, problem, operands, out_dtype)
         if not made.is_empty:
@@ -92,20 +168,19 @@ def plan(
 def bind(
     plan: CudaPlan, problem: Problem, operands: Operands, out: Tensor, lse: Tensor | None, stream: int, memory: Any
 ) -> Bound:
-    """operands: of the plan's shapes, each with a dense last axis. out: of the inputs' dtype or float32. memory: what keeps the
-    arrays alive. stream: the one that the first run is expected on."""
+    """operands: of the plan's shapes, each with a dense last axis. out: of the inputs' dtype or
+    float32. memory: what keeps the arrays alive. stream: the one that the first run is expected on.
+    """
     device = plan.device
     with device.current(may_capture=True):
-        factors = factors_of(problem.qk_scale, "none")
-        call = np.zeros(c.CALL_LENGTH, np.int64)
+        params = Params._make([0] * len(Params._fields))
         launches: tuple[Launch, ...] = ()
         workspace_bytes = 0
         if not plan.is_empty:
             kernel = attention_kernel(device, problem, operands, out.dtype)
-            factors = factors_of(problem.qk_scale, kernel.spec.bias)
             tables = plan.tables(kernel)
             workspace_bytes = tables.workspace_bytes
-            _fill(call, plan, problem, kernel, operands, out, lse)
+            params = _fill(plan, problem, kernel, operands, out, lse)
             launches = (_launch(kernel, tables.entries * problem.kv_head_num),)
             if tables.split_tiles:
                 merge = merge_kernel(device, kernel.spec)
@@ -115,31 +190,42 @@ def bind(
             streams.wait_for_producers(device, stream, [t for t in read if t.device != "cpu"])
         copies = _copies_of_torch(operands)
         copied_on = streams.current_stream(operands.q) if copies else 0
-    return Bound(problem, operands, launches, call, factors, workspace_bytes, memory, copies, copied_on)
+    return Bound(problem, operands, launches, params, workspace_bytes, memory, copies, copied_on)
 
 
 def _fill(
-    call: NDArray[np.int64],
     plan: CudaPlan,
     problem: Problem,
     kernel: Kernel,
     operands: Operands,
     out: Tensor,
     lse: Tensor | None,
-) -> None:
+) -> Any:
+    """The Params of a plan's kernels, without the workspace's address."""
     tables = plan.tables(kernel)
-    call[c.Q : c.LSE + 1] = addresses_of(operands, out, lse.address if lse is not None else 0)
-    if operands.slopes is not None and operands.slopes.device == "cpu":
-        call[c.SLOPES] = plan.device_slopes(operands.slopes)
-    call[c.WORK : c.RUNS + 1] = tables.work, tables.merge, tables.sequences, tables.runs
-    call[c.STATUS] = plan.loan.flag.address
-    call[c.Q_TOKEN : c.OUT_HEAD + 1] = strides_of(operands, out)
-    call[c.KV_HEAD_NUM], call[c.GROUP_SIZE], call[c.HEAD_SIZE] = (
-        *(problem.kv_head_num, problem.group_size, problem.head_size),
+    addresses = addresses_of(operands, out, lse.address if lse is not None else 0)
+    of_arrays = dict(zip(ADDRESSES, addresses, strict=True)) | dict(
+        zip(STRIDES, strides_of(operands, out), strict=True)
     )
-    call[c.BLOCK_SIZE], call[c.NUM_BLOCKS] = problem.block_size, problem.num_blocks
-    call[c.TILE_ROWS] = kernel.block_m
-    call[c.HAS_SHIFT] = has_shift(kernel.spec.bias, plan.is_part)
+    if operands.slopes is not None and operands.slopes.device == "cpu":
+        of_arrays["slopes_ptr"] = plan.device_slopes(operands.slopes)
+    return Params(
+        **of_arrays,
+        partials_ptr=0,
+        work_ptr=tables.work,
+        merge_ptr=tables.merge,
+        sequences_ptr=tables.sequences,
+        runs_ptr=tables.runs,
+        status_ptr=plan.loan.flag.address,
+        kv_head_num=problem.kv_head_num,
+        group_size=problem.group_size,
+        head_size=problem.head_size,
+        block_size=problem.block_size,
+        num_blocks=problem.num_blocks,
+        tile_rows=kernel.block_m,
+        has_shift=has_shift(kernel.spec.bias, plan.is_part),
+        **dict(zip(FACTORS, factors_of(problem.qk_scale, kernel.spec.bias), strict=True)),
+    )
 
 
 def _launch(kernel: Kernel, grid: int) -> Launch:
@@ -153,10 +239,11 @@ def _copies_of_torch(operands: Operands) -> list[Tensor]:
 
 
 def run(plan: CudaPlan, bound: Bound, workspace: Any, stream: int, owner: Any = None) -> None:
-    """Launches what `bound` is about on a stream, which belongs to `owner`; waits for it only with validate="wait".
+    """Launches what `bound` is about on a stream, which belongs to `owner`; waits for it only with
+    validate="wait".
 
-    workspace: device memory of at least bound.workspace_bytes, as an array of any library; None: some is taken for the run.
-    Raises ValueError for a bad block id that an earlier run has met.
+    workspace: device memory of at least bound.workspace_bytes, as an array of any library; None:
+    some is taken for the run. Raises ValueError for a bad block id that an earlier run has met.
     """
     device = plan.device
     address = _workspace_address(workspace, bound.workspace_bytes, bound.operands.q.device)
@@ -181,7 +268,7 @@ def _launch_all(device: Device, bound: Bound, workspace: int, stream: int) -> No
     try:
         parameters = bound.spare.pop()
     except IndexError:
-        parameters = Parameters(bound.call, bound.factors)
+        parameters = Parameters(bound.params)
     parameters.set_partials(round_up(workspace, ALIGNMENT))
     for function, grid, threads, shared_bytes in bound.launches:
         launch(function, grid, threads, shared_bytes, stream, parameters.address)
@@ -219,7 +306,8 @@ def _workspace_address(given: Any, num_bytes: int, device: str) -> int:
 
 
 def settle(plan: CudaPlan, dense: Operands, target: Tensor, out: Tensor, stream: int) -> None:
-    """After a run on copies that were made for it. torch's current stream is the one that it was launched on."""
+    """After a run on copies that were made for it. torch's current stream is the one that it was
+    launched on."""
     if target is not out:
         if out.kind != "torch":
             raise ValueError(f"out: got stride {out.strides[-1]} on the last axis, expected 1")
@@ -230,7 +318,8 @@ def settle(plan: CudaPlan, dense: Operands, target: Tensor, out: Tensor, stream:
 
 
 def refuse_capture(stream: int, q: Tensor) -> None:
-    """Raise ValueError for a stream that is being captured: a graph would use the memory of a plan that is gone by then."""
+    """Raise ValueError for a stream that is being captured: a graph would use the memory of a plan
+    that is gone by then."""
     device = get_device(_ordinal(q.device))
     with device.current():
         if device.is_capturing(stream):
@@ -249,8 +338,8 @@ def check(plan: CudaPlan) -> None:
 
 
 class _Pending(threading.local):
-    """Plans of calls that are over, each with an event after its run: their block tables are judged at the thread's next call,
-    since nobody else can ask."""
+    """Plans of calls that are over, each with an event after its run: their block tables are judged
+    at the thread's next call, since nobody else can ask."""
 
     def __init__(self) -> None:
         self.calls: list[tuple[CudaPlan, int]] = []

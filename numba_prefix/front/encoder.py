@@ -46,7 +46,8 @@ def prefix_encoder(
     validate: str = "full",
     held_blocks: Any = None,
 ) -> Any:
-    """Attention of packed variable-length queries over a paged KV cache; ATB's SelfAttention PrefixEncoder.
+    """Attention of packed variable-length queries over a paged KV cache; ATB's SelfAttention
+    PrefixEncoder.
 
     query         float16, bfloat16 or float32 [num_tokens, head_num, head_size] or [num_tokens, head_num * head_size]
     key, value    as query, [num_blocks, block_size, kv_head_num, head_size] (or the last two joined): the paged cache
@@ -72,9 +73,10 @@ def prefix_encoder(
     held_blocks   None, or bool [batch, max_block_num] on the host: attend to the keys of these blocks of each sequence
                   only, each at its own position; entries of block_tables for other blocks may hold anything
 
-    All arrays are in one memory: the CPU's, or one GPU's. Returns out, or (out, lse), of the caller's kind (NumPy, torch,
-    …). Raises TypeError and ValueError naming the argument, before anything is computed, and TargetUnavailableError for a
-    target that cannot run. Into a CUDA graph only the two-phase form is captured.
+    All arrays are in one memory: the CPU's, or one GPU's. Returns out, or (out, lse), of the
+    caller's kind (NumPy, torch, …). Raises TypeError and ValueError naming the argument, before
+    anything is computed, and TargetUnavailableError for a target that cannot run. Into a CUDA graph
+    only the two-phase form is captured.
     """
     check_choice("validate", validate, VALIDATE)
     check_flag("return_lse", return_lse)
@@ -84,14 +86,13 @@ def prefix_encoder(
     )  # fmt: skip
     lengths = check_lengths(problem, seq_len, kv_seq_len)
     held = check_held_blocks(problem, held_blocks)
-    operation = Op(
-        problem, operands, lengths, Context(target, num_threads, stream), return_lse, validate, held, is_single=True
-    )
-    if out is None:
-        operation._allocate_out(query, problem.dtype)
-    operation._run(workspace)
-    operation._leave()
-    return (operation.out, operation.lse) if return_lse else operation.out
+    op = Op(
+        problem, operands, lengths, Context(target, num_threads, stream),
+        return_lse=return_lse, validate=validate, held_blocks=held, is_one_shot=True,
+    )  # fmt: skip
+    op.planned.run(workspace)
+    op.planned.detach()
+    return (op.out, op.lse) if return_lse else op.out
 
 
 def plan_partial(
@@ -105,14 +106,13 @@ def plan_partial(
     context: Context,
     **options: Any,
 ) -> Op:
-    """An operation over a part of the keys, to be merged with others over the rest: its out is float32 whatever the inputs
-    are, its lse leaves out the part_shift that all parts share. options: mask_type, mask, slopes, head_num, kv_head_num,
-    qk_scale. Arguments, kinds of arrays and errors are those of prefix_encoder."""
+    """An operation over a part of the keys, to be merged with others over the rest: its out is
+    float32 whatever the inputs are, its lse leaves out the part_shift that all parts share.
+    options: mask_type, mask, slopes, head_num, kv_head_num, qk_scale. Arguments, kinds of arrays
+    and errors are those of prefix_encoder."""
     problem, operands = static_problem(query, key, value, block_tables, **options)
     lengths, held = check_lengths(problem, seq_len, kv_seq_len), check_held_blocks(problem, held_blocks)
-    operation = Op(problem, operands, lengths, context, return_lse=True, held_blocks=held, is_part=True)
-    operation._allocate_out(query, "float32")
-    return operation
+    return Op(problem, operands, lengths, context, return_lse=True, held_blocks=held, is_part=True)
 
 
 def self_attention_prefix_encoder_get_workspace_size(
@@ -133,8 +133,8 @@ def self_attention_prefix_encoder_get_workspace_size(
 ) -> tuple[int, Op]:
     """First phase of the two-phase form, in ATB's argument order: validate and plan.
 
-    Arguments are those of prefix_encoder; attn_out is required. Returns the exact size of the workspace in bytes and the
-    operation to run, which keeps the arrays alive.
+    Arguments are those of prefix_encoder; attn_out is required. Returns the exact size of the
+    workspace in bytes and the operation to run, which keeps the arrays alive.
     """
     problem, operands = static_problem(
         query, key, value, block_tables, mask=mask, slopes=slopes, out=attn_out, mask_type=mask_type,
@@ -143,18 +143,19 @@ def self_attention_prefix_encoder_get_workspace_size(
     if operands.out is None:
         raise TypeError("attn_out: got None, expected an array like query")
     lengths = check_lengths(problem, seq_len, kv_seq_len)
-    operation = Op(problem, operands, lengths, Context() if context is None else _check_context(context))
-    return operation.workspace_size, operation
+    op = Op(problem, operands, lengths, Context() if context is None else _check_context(context))
+    return op.workspace_size, op
 
 
 def self_attention_prefix_encoder(workspace: Any, workspace_size: int, op: Op, context: Context | None = None) -> None:
     """Second phase: run `op`, writing its attn_out.
 
-    workspace: a writable buffer (bytearray, NumPy or torch array of any dtype, …) of at least workspace_size bytes, at any
-    alignment, in the memory of the arrays. workspace_size: what the first phase returned. A context given here has to name
-    the same target; its num_threads can take threads away from the number planned, not add any, its stream is this run's.
-    On a GPU this only launches kernels, also into a CUDA graph that is being captured; a bad block id that an earlier run
-    has met is a ValueError (Op.check waits for what was run).
+    workspace: a writable buffer (bytearray, NumPy or torch array of any dtype, …) of at least
+    workspace_size bytes, at any alignment, in the memory of the arrays. workspace_size: what the
+    first phase returned. A context given here has to name the same target; its num_threads can take
+    threads away from the number planned, not add any, its stream is this run's. On a GPU this only
+    launches kernels, also into a CUDA graph that is being captured; a bad block id that an earlier
+    run has met is a ValueError (Op.check waits for what was run).
     """
     if not isinstance(op, Op):
         raise TypeError(f"op: got {type(op).__name__}, expected the operation that the first phase returned")
@@ -173,8 +174,7 @@ def self_attention_prefix_encoder(workspace: Any, workspace_size: int, op: Op, c
         num_threads = threads.resolved(context.num_threads)
     if workspace is None and op.workspace_size > 0:
         raise ValueError(f"workspace: got None, expected a buffer of {op.workspace_size} bytes")
-    op._check_tables()
-    op._run(workspace, num_threads, stream)
+    op.planned.run(workspace, num_threads, stream)
 
 
 def check_flag(name: str, given: Any) -> None:

@@ -1,4 +1,5 @@
-"""A planned operation: what it is for, the target that it runs on, and the arrays that it is bound to."""
+"""A planned operation: what it is for, the target that it runs on, and the arrays that it is bound
+to."""
 
 from __future__ import annotations
 
@@ -8,11 +9,11 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from numba_prefix.front.runners import RUNNERS, Asked, Lengths, Runner
-from numba_prefix.front.targets import cuda_target
+from numba_prefix.front.targets import cuda_target, plan_on
 from numba_prefix.inputs.arrays import Tensor, contiguous_strides, describe
 from numba_prefix.inputs.problem import Operands, Problem, static_problem
 from numba_prefix.planning.kv_runs import part_shift
+from numba_prefix.planning.target import Lengths, PlanOptions, Target
 
 TARGETS = ("auto", "cpu", "cuda", "reference")
 VALIDATE = ("full", "wait", "shape")
@@ -21,15 +22,18 @@ POOLS = ("own", "torch")
 
 @dataclass(frozen=True, slots=True)
 class Context:
-    """How to run, apart from what: `target` ("auto", "cpu", "cuda", "reference"), `num_threads` (CPU; None: all that the
-    process may use; never more than set_num_threads and NUMBA_PREFIX_NUM_THREADS allow) and `stream` (CUDA: an integer
-    handle, or a stream of torch, CuPy, Numba or another library with `__cuda_stream__`, which has to live as long as what was
-    planned with it; None: the current one of torch or CuPy if the arrays are theirs, else the legacy default stream).
+    """How to run, apart from what: `target` ("auto", "cpu", "cuda", "reference"), `num_threads`
+    (CPU; None: all that the process may use; never more than set_num_threads and
+    NUMBA_PREFIX_NUM_THREADS allow) and `stream` (CUDA: an integer handle, or a stream of torch,
+    CuPy, Numba or another library with `__cuda_stream__`, which has to live as long as what was
+    planned with it; None: the current one of torch or CuPy if the arrays are theirs, else the
+    legacy default stream).
 
-    pool, on the CPU: whose threads help the caller's. "own": ones that sleep between calls. "torch": those of PyTorch's
-    OpenMP, which are awake for milliseconds after each of its operations, and in the way of any others: for calls between
-    such operations, on their thread. Where they cannot be had (in a forked process, with an OpenMP that is not GNU's, fewer
-    than asked for) it is the same as "own"."""
+    pool, on the CPU: whose threads help the caller's. "own": ones that sleep between calls.
+    "torch": those of PyTorch's OpenMP, which are awake for milliseconds after each of its
+    operations, and in the way of any others: for calls between such operations, on their thread.
+    Where they cannot be had (in a forked process, with an OpenMP that is not GNU's, fewer than
+    asked for) it is the same as "own"."""
 
     target: str = "auto"
     num_threads: int | None = None
@@ -38,8 +42,9 @@ class Context:
 
 
 class Op:
-    """A planned operation. It can be run again, and bound to other arrays of the same shapes and dtypes: one plan serves
-    all layers of a network. On a GPU it has to live as long as CUDA graphs that its runs were captured into."""
+    """A planned operation. It can be run again, and bound to other arrays of the same shapes and
+    dtypes: one plan serves all layers of a network. On a GPU it has to live as long as CUDA graphs
+    that its runs were captured into."""
 
     def __init__(
         self,
@@ -47,71 +52,64 @@ class Op:
         operands: Operands,
         lengths: Lengths,
         context: Context,
+        *,
         return_lse: bool = False,
         validate: str = "full",
         held_blocks: NDArray[np.bool_] | None = None,
         is_part: bool = False,
-        is_single: bool = False,
+        is_one_shot: bool = False,
+        path: str | None = None,
     ) -> None:
+        """Options are those of PlanOptions. An output is allocated if the operands have none: as
+        query, or float32 for a part of the keys."""
         self.problem = problem
-        self.lse: Any = None
         self.target, self._chosen = choose_target(operands.q, context)
-        self._operands = operands
-        self._asked = Asked(
-            lengths, held_blocks, is_part, validate, context.num_threads, context.stream, context.pool, is_single
-        )
-        self._runner: Runner = RUNNERS[self.target](problem, operands, self._asked)
-        self.out: Any = None
+        self._options = PlanOptions(
+            lengths, held_blocks, is_part, validate, context.num_threads, context.stream, context.pool,
+            is_one_shot, path,
+        )  # fmt: skip
+        self.planned: Target = plan_on(self.target, problem, operands, self._options)
+        o, out = operands, operands.out
+        self.lse: Any = None
         if return_lse:
-            self.lse = self._runner.allocate(operands.q, (problem.num_tokens, problem.head_num), "float32")
-        if operands.out is not None:
-            self._bind()
+            self.lse = self.planned.allocate(o.q, (problem.num_tokens, problem.head_num), "float32")
+        if out is None:
+            out = _new_out(self.planned, o.q, "float32" if is_part else problem.dtype)
+            operands = Operands(o.q, o.k_cache, o.v_cache, o.block_tables, o.mask, o.slopes, out)
+        self.out: Any = out.owner
+        self._operands = operands
+        self.planned.bind(problem, operands, self.lse)
 
     @property
     def reason(self) -> str:
         """Why this target, and what its kernels are made for."""
-        return f"{self._chosen}; {self._runner.reason}"
+        return f"{self._chosen}; {self.planned.reason}"
 
     @property
     def part_shift(self) -> NDArray[np.float32] | None:
         """What lse leaves out: None, or for a part of the keys float32 [num_tokens, head_num]."""
-        is_part, lengths = self._asked.is_part, self._asked.lengths
-        return part_shift(self.problem, self._operands.slopes, *lengths) if is_part else None
+        options = self._options
+        return part_shift(self.problem, self._operands.slopes, *options.lengths) if options.is_part else None
 
     @property
     def workspace_size(self) -> int:
         """Bytes that a run needs, exactly."""
-        return self._runner.workspace_bytes
+        return self.planned.workspace_bytes
 
     def run(self, workspace: Any = None) -> None:
-        """Compute, writing out. workspace None: a buffer kept for the calling thread, or device memory for this run.
+        """Compute, writing out. workspace None: a buffer kept for the calling thread, or device
+        memory for this run.
 
-        Arrays are read in place, so later contents count; but block tables that aren't int32 and misaligned arrays are
-        copied when planned and bound, and slopes in host memory are copied to a GPU then. Raises ValueError for a bad block
-        id that was put into a table since; on a GPU, where runs are only begun, for one that an earlier run has met."""
-        self._check_tables()
-        self._run(workspace)
+        Arrays are read in place, so later contents count; but block tables that aren't int32 and
+        misaligned arrays are copied when planned and bound, and slopes in host memory are copied to
+        a GPU then. Raises ValueError for a bad block id that was put into a table since; on a GPU,
+        where runs are only begun, for one that an earlier run has met."""
+        self.planned.run(workspace)
 
     def check(self) -> None:
-        """Wait for the runs so far; raises ValueError for a bad block id that one of them, or a CUDA graph that is done, has met.
-        On the CPU runs are done and have raised it themselves."""
-        self._runner.check()
-
-    def _check_tables(self) -> None:
-        self._runner.check_tables(self.problem, self._operands)
-
-    def _run(self, workspace: Any, num_threads: int | None = None, stream: Any = None) -> None:
-        self._runner.run(workspace, num_threads, stream)
-
-    def _leave(self) -> None:
-        """The one run of a call that nobody can look at afterwards is begun."""
-        self._runner.leave()
-
-    def _bind(self) -> None:
-        o = self._operands
-        assert o.out is not None
-        self.out = o.out.owner
-        self._runner.bind(self.problem, o, self.lse)
+        """Wait for the runs so far; raises ValueError for a bad block id that one of them, or a
+        CUDA graph that is done, has met. On the CPU runs are done and have raised it themselves."""
+        self.planned.check()
 
     def rebind(
         self,
@@ -124,10 +122,11 @@ class Op:
         slopes: Any = None,
         attn_out: Any = None,
     ) -> Op:
-        """Take other arrays for the next run, of the same shapes, dtypes and device; those left out stay. Returns self.
+        """Take other arrays for the next run, of the same shapes, dtypes and device; those left out
+        stay. Returns self.
 
-        Raises TypeError and ValueError as planning did; block ids are checked for a new table or a smaller cache. After an
-        error the operation is bound as before."""
+        Raises TypeError and ValueError as planning did; block ids are checked for a new table or a
+        smaller cache. After an error the operation is bound as before."""
         old = self._operands
         kept = {"q": query, "k_cache": key, "v_cache": value, "block_tables": block_tables, "mask": mask}
         kept |= {"slopes": slopes, "out": attn_out}
@@ -144,19 +143,20 @@ class Op:
         if replace(problem, num_blocks=0) != replace(self.problem, num_blocks=0) or operands.q.device != old.q.device:
             raise ValueError(f"rebind: got {problem}, expected what was planned: {self.problem}")
         if block_tables is not None or problem.num_blocks < self.problem.num_blocks or self.target == "cuda":
-            self._runner.check_tables(problem, operands)
-        self.problem, self._operands = problem, operands
-        self._bind()
+            self.planned.check_tables(problem, operands)
+        assert operands.out is not None
+        self.planned.bind(problem, operands, self.lse)
+        self.problem, self._operands, self.out = problem, operands, operands.out.owner
         return self
 
-    def _allocate_out(self, query: Any, dtype: str) -> None:
-        q = self._operands.q
-        shape = tuple(query.shape) if q.kind != "dlpack" else describe(query, "query").shape
-        made = describe(self._runner.allocate(q, shape, dtype), "out")
-        made.shape, made.strides = q.shape, contiguous_strides(q.shape)
-        o = self._operands
-        self._operands = Operands(o.q, o.k_cache, o.v_cache, o.block_tables, o.mask, o.slopes, made)
-        self._bind()
+
+def _new_out(planned: Target, q: Tensor, dtype: str) -> Tensor:
+    """An output shaped as the caller's query, described as operands are."""
+    query = q.owner
+    shape = tuple(query.shape) if q.kind != "dlpack" else describe(query, "query").shape
+    made = describe(planned.allocate(q, shape, dtype), "out")
+    made.shape, made.strides = q.shape, contiguous_strides(q.shape)
+    return made
 
 
 def check_choice(name: str, given: Any, accepted: tuple[str, ...]) -> None:

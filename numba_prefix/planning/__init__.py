@@ -1,1 +1,1 @@
-"""From checked lengths to tables, parameters and bytes: everything about a run that the target does not decide."""
+"""The planning that all targets share: lengths become tables, parameters and bytes."""

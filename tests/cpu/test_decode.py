@@ -1,4 +1,5 @@
-"""Batches of few rows (decode), in which a work item takes several kv heads in turns. None of that may show."""
+"""Batches of few rows (decode), in which a work item takes several kv heads in turns. None of that
+may show."""
 
 from __future__ import annotations
 
@@ -27,7 +28,7 @@ def item_heads(case: Any, num_threads: int) -> int:
         case.query, case.key, case.value, case.block_tables, None, case.seq_len, case.kv_seq_len, None, "causal",
         case.query.shape[1], case.key.shape[2], case.qk_scale, np.empty_like(case.query), nbp.Context("cpu", num_threads),
     )  # fmt: skip
-    return int(op._runner._plan.params["item_heads"])
+    return int(op.planned.plan.params["item_heads"])
 
 
 def test_how_many() -> None:
@@ -59,7 +60,8 @@ def test_masks(form: str) -> None:
 
 
 def test_heads_keep_to_themselves() -> None:
-    """A NaN in one head's keys, and an infinite value in another's that one row of two sees, reach no other head's rows."""
+    """A NaN in one head's keys, and an infinite value in another's that one row of two sees, reach
+    no other head's rows."""
     case = case_of()
     key, value = case.key.copy(), case.value.copy()
     page, slot = divmod(KV_LEN[5] - 1, 16)

@@ -1,4 +1,5 @@
-"""The same tests with LLVM kept to the instructions of older x86 CPUs, each in a process of its own."""
+"""The same tests with LLVM kept to the instructions of older x86 CPUs, each in a process of its
+own."""
 
 from __future__ import annotations
 
@@ -37,7 +38,8 @@ SUITES = {
 
 
 def is_this_one(cpu: str) -> bool:
-    """Whether all of the tests here run on such a CPU anyway, as what LLVM sees has no more than its registers."""
+    """Whether all of the tests here run on such a CPU anyway, as what LLVM sees has no more than
+    its registers."""
     from llvmlite import binding
 
     features = binding.get_host_cpu_features()
@@ -51,7 +53,7 @@ pytestmark = [
 
 
 def run_tests(cpu: str, which: str, *files: str) -> None:
-    """Those tests of these files, by pytest's -k, in a process kept to a CPU's instructions."""
+    """Tests of these files that pytest's -k selects, in a process kept to a CPU's instructions."""
     if is_this_one(cpu):
         pytest.skip("this machine has those instructions and no more")
     env = environment(NUMBA_CPU_NAME=cpu, NUMBA_CPU_FEATURES=CPUS[cpu], HYPOTHESIS_PROFILE="short")
@@ -67,7 +69,7 @@ def test_older_cpu(cpu: str) -> None:
 
 
 def test_haswell_in_brief() -> None:
-    """Values that come through unchanged, and what the compiler made of the kernel: nothing spilled in 16 registers."""
+    """Values that come through unchanged, and nothing spilled where there are 16 registers."""
     run_tests(
         "haswell", "(cpu and identity) or test_machine_code", "semantics/test_semantics.py", "cpu/test_machine_code.py"
     )

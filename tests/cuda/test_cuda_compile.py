@@ -1,4 +1,5 @@
-"""From a kernel's function to a cubin: what the code is like, what is said about it, what it takes and what it leaves alone."""
+"""From a kernel's function to a cubin: what the code is like, what is said about it, what it takes
+and what it leaves alone."""
 
 from __future__ import annotations
 
@@ -19,7 +20,8 @@ from processes import environment, run_script
 from numba_prefix import TargetUnavailableError
 from numba_prefix.cuda.compile import compiler
 from numba_prefix.cuda.compile.compiler import Compiled, compile_kernel
-from numba_prefix.cuda.kernel.spec import CALL_LENGTH, FACTORS_LENGTH, OUT, Q
+from numba_prefix.cuda.kernel.params import INTEGERS, Params
+from numba_prefix.planning.params import FACTORS
 
 HAS_COMPILER = importlib.util.find_spec("numba_cuda") is not None
 needs_compiler = pytest.mark.skipif(not HAS_COMPILER, reason="numba-cuda is not installed")
@@ -70,13 +72,14 @@ def attribute(cubin: bytes, wanted: int) -> list[int]:
 @needs_compiler
 @pytest.mark.parametrize("cc", GENERATIONS)
 def test_the_kernel_as_launched(cc: tuple[int, int]) -> None:
-    """Its name, its GPU, its threads, and the parameters that a launch packs: in order, none left out or widened."""
+    """Its name, its GPU, its threads, and the parameters that a launch packs: in order, none left
+    out or widened."""
     found = compiled("scaled", cc)
     assert found.name == spec_of("scaled").name
     assert found.cc == cc
     assert re.findall(r"^\.target (\w+)$", found.ptx, re.MULTILINE) == [f"sm_{cc[0]}{cc[1]}"]
     assert re.findall(r"\.entry (\w+)", found.ptx) == [found.name]
-    assert re.findall(r"\.param \.(\w+)", found.ptx) == [*["u64"] * CALL_LENGTH, *["f32"] * FACTORS_LENGTH]
+    assert re.findall(r"\.param \.(\w+)", found.ptx) == [*["u64"] * len(INTEGERS), *["f32"] * len(FACTORS)]
     assert re.findall(r"\.maxntid (\d+)", found.ptx) == [str(THREADS)]
     assert (found.threads, found.shared_bytes, found.block_m, found.block_n) == (THREADS, 1 << 16, 64, 32)
     assert found.cubin.startswith(b"\x7fELF")
@@ -92,9 +95,8 @@ def test_the_code_computes() -> None:
     memory = Memory()
     memory.add("q", x, writable=False)
     memory.add("out", out)
-    call = [0] * CALL_LENGTH
-    call[Q], call[OUT] = x.ctypes.data, out.ctypes.data
-    arguments = [*call, 2.5, *[0.0] * (FACTORS_LENGTH - 1)]
+    nothing = Params._make([0] * len(INTEGERS) + [0.0] * len(FACTORS))
+    arguments = list(nothing._replace(q_ptr=x.ctypes.data, out_ptr=out.ctypes.data, qk_scale=2.5))
     module = Module(compiled("scaled").ptx)
     module.run(None, grid=1, block=THREADS, shared_bytes=0, arguments=arguments, memory=memory)
     np.testing.assert_array_equal(out, x * np.float32(2.5))
@@ -103,7 +105,8 @@ def test_the_code_computes() -> None:
 @needs_compiler
 @pytest.mark.parametrize("cc", [(7, 5), (12, 0)])
 def test_arithmetic_is_that_of_the_rules(cc: tuple[int, int]) -> None:
-    """Rounded as IEEE says and with denormals; NaN and infinities are asked for; products and sums are one operation."""
+    """Rounded as IEEE says and with denormals; NaN and infinities are asked for; products and sums
+    are one operation."""
     ptx = compiled("arithmetic", cc).ptx
     for instruction in ("fma.rn.f32", "div.rn.f32", "sqrt.rn.f32", "sub.f32", "setp.nan.f32", "0fFF800000"):
         assert instruction in ptx
@@ -153,7 +156,8 @@ def assembler() -> str | None:
 @pytest.mark.parametrize("cc", GENERATIONS)
 @pytest.mark.parametrize("kind", ["arithmetic", "spilled", "local"])
 def test_the_cubin_is_the_ptx(kind: str, cc: tuple[int, int], tmp_path: Path) -> None:
-    """What tests read and run as PTX is what GPUs get: ptxas makes the same machine code and the same resources of it."""
+    """What tests read and run as PTX is what GPUs get: ptxas makes the same machine code and the
+    same resources of it."""
     found, ptxas = compiled(kind, cc), str(assembler())
     (release,) = re.findall(r"V\d+\.\d+\.\d+", found.ptx)
     if release not in subprocess.run([ptxas, "--version"], capture_output=True, text=True, check=True).stdout:

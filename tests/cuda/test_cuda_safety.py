@@ -1,4 +1,5 @@
-"""The CUDA target among others' streams, contexts, captures and mistakes, and where it cannot run; on a fake GPU."""
+"""The CUDA target among others' streams, contexts, captures and mistakes, and where it cannot run;
+on a fake GPU."""
 
 from __future__ import annotations
 
@@ -24,7 +25,6 @@ from numba_prefix.cuda import target
 from numba_prefix.cuda.device import driver as driver_module
 from numba_prefix.cuda.device import gpu, streams
 from numba_prefix.cuda.device.driver import LEGACY_STREAM, DriverError, get_driver
-from numba_prefix.cuda.kernel import spec
 from numba_prefix.front.operation import Context
 
 # --- streams ---------------------------------------------------------------------------------------------------------
@@ -150,7 +150,8 @@ def test_contexts_are_restored_after_driver_errors(fake: FakeDriver, monkeypatch
 
 
 def test_runs_within_runs(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Another thread, or a signal handler, may run the same operation between two launches of a run."""
+    """Another thread, or a signal handler, may run the same operation between two launches of a
+    run."""
     inner: list[Any] = []
 
     def execute(launched: Launched, memory: Any) -> None:
@@ -163,7 +164,7 @@ def test_runs_within_runs(monkeypatch: pytest.MonkeyPatch) -> None:
     inner.append(op)
     op.run(workspaces[0])
     places = [-(-w.array.ctypes.data // 64) * 64 for w in workspaces]
-    used = [target.call[spec.PARTIALS] for target in fake.launches]
+    used = [target.params.partials_ptr for target in fake.launches]
     assert used == [places[0], places[1], places[1], places[0]]
 
 
@@ -180,7 +181,8 @@ def test_threads(fake: FakeDriver) -> None:
 
 
 def test_capture(idle: FakeDriver) -> None:
-    """A run may be captured: it is launches and nothing else, with its workspace's memory in the graph if need be."""
+    """A run may be captured: it is launches and nothing else, with its workspace's memory in the
+    graph if need be."""
     size, op, _ = planned(idle, case_of(), Context(stream=50))
     workspace, _ = buffer(idle, size)
     idle.capturing.add(50)
@@ -223,18 +225,18 @@ def test_memory_is_given_back_behind_the_runs(lazy: FakeDriver) -> None:
     case = case_of(lengths=SHORT)
     _, op, out = planned(lazy, case, Context(stream=50))
     op.run()
-    flag = op._runner._plan.loan.flag
+    flag = op.planned.plan.loan.flag
     del op
     gc.collect()
     _, other, _ = planned(lazy, make_case([1], [3], dtype="float16"))
-    assert other._runner._plan.loan.flag is not flag
+    assert other.planned.plan.loan.flag is not flag
     lazy.finish_all()
     assert_close(out.array, case)
     del other
     gc.collect()
     lazy.finish_all()
     assert lazy.live == {}
-    flags = {planned(lazy, make_case([1], [3], dtype="float16"))[1]._runner._plan.loan.flag for _ in range(3)}
+    flags = {planned(lazy, make_case([1], [3], dtype="float16"))[1].planned.plan.loan.flag for _ in range(3)}
     assert len(lazy._host_pages) == 1 and flags
 
 
@@ -321,9 +323,9 @@ def test_no_launch_is_left_unchecked(idle: FakeDriver) -> None:
     case = case_of(lengths=SHORT)
     _, op, out = planned(idle, case)
     op.run()
-    call = list(idle.launches[0].call)
-    call[spec.K_SLOT] += 64
-    wrong = Launched(**{**vars(idle.launches[0]), "call": tuple(call)})
+    params = idle.launches[0].params
+    params = params._replace(k_slot_stride=params.k_slot_stride + 64)
+    wrong = Launched(**{**vars(idle.launches[0]), "params": params})
     with pytest.raises((AssertionError, ValueError)):
         standins.execute(wrong, idle.memory)
         assert_close(out.array, case)

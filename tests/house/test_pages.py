@@ -1,74 +1,86 @@
-"""What tests/README.md and support/full.py say of the tests: nothing in them is of another time."""
+"""Pages: they name only what exists, fit a screen, and the tables in them are where the programs
+that write them look."""
 
 from __future__ import annotations
 
-import ast
 import re
-from fnmatch import fnmatchcase
+from pathlib import Path
 
-import full
 import pytest
-from processes import ROOT, TESTS
-from tables import parts
+from processes import ROOT
 
-PAGE = (TESTS / "README.md").read_text(encoding="utf-8")
-PACKAGE = ROOT / "numba_prefix"
-EDITS = [line.split("|")[1:4] for line in parts(PAGE, "edits")[1].splitlines()[2:]]
-
-
-def quoted(cell: str) -> list[str]:
-    return re.findall(r"`([^`]+)`", cell)
-
-
-def test_every_module_has_tests_to_run() -> None:
-    """Each module fits a row, each row fits a module, and the tests that it names are there."""
-    unused = {pattern for edited, *_ in EDITS for pattern in quoted(edited)}
-    for path in PACKAGE.rglob("*.py"):
-        name = path.relative_to(PACKAGE).as_posix()
-        fits = (pattern for edited, *_ in EDITS for pattern in quoted(edited) if name.startswith(pattern))
-        first = next(fits, None)
-        assert first is not None, name
-        unused.discard(first)
-    assert unused == set()
-    for _, run, _ in EDITS:
-        assert quoted(run)
-        assert [name for name in quoted(run) if not (TESTS / name).exists()] == []
+PAGES = sorted(
+    path
+    for pattern in ("README.md", ".github/*.md", "numba_prefix/**/*.md", "bench/README.md", "tests/**/*.md")
+    for path in ROOT.glob(pattern)
+)
+FENCE = "```"
+PATH = re.compile(r"\.?\w[\w.-]*(?:/[\w.-]+)*/?")
+SUFFIXES = (".py", ".md", ".toml", ".txt", ".npz", ".h", ".yml", ".yaml")
+MAX_COLUMNS, MAX_README_LINES = 100, 150
 
 
-def test_folders_and_helpers_are_those_of_the_page() -> None:
-    folders, _, rest = PAGE.partition("## Where things are")[2].partition("## After an edit")
-    helpers = rest.partition("## Helpers")[2].partition("## Long forms")[0]
-    rows = [name for line in folders.splitlines() if line.startswith("| `") for name in quoted(line.split("|")[1])]
-    hidden = "__pycache__"
-    assert sorted(rows) == sorted(f"{path.name}/" for path in TESTS.iterdir() if path.is_dir() and path.name != hidden)
-    rows = [name for line in helpers.splitlines() if line.startswith("| `") for name in quoted(line.split("|")[1])]
-    found = (f"{path.name}/" if path.is_dir() else path.name for path in (TESTS / "support").iterdir())
-    assert sorted(rows) == sorted({*found} - {f"{hidden}/"})
+def prose(text: str) -> list[str]:
+    """Lines that are neither code nor a table's."""
+    lines, is_code = [], False
+    for line in text.splitlines():
+        if line.startswith(FENCE):
+            is_code = not is_code
+        elif not is_code and not line.startswith(("|", "    ")):
+            lines.append(line)
+    return lines
 
 
-def test_the_table_of_what_is_left_out() -> None:
-    assert parts(PAGE, full.NAME)[1] == full.table()
+def named_paths(text: str) -> set[str]:
+    """What looks like a path in the page's code spans; NAME stands for a file to be made."""
+    outside_blocks = re.sub(rf"^{FENCE}.*?^{FENCE}$", "", text, flags=re.MULTILINE | re.DOTALL)
+    words = {word for span in re.findall(r"`([^`]+)`", outside_blocks) for word in span.split()}
+    paths = {word for word in words if PATH.fullmatch(word) and ("/" in word or word.endswith(SUFFIXES))}
+    return {path for path in paths if Path(path).stem not in ("NAME", "FILE")}
 
 
-@pytest.mark.parametrize("name", full.KEPT)
-def test_what_is_left_out_exists(name: str) -> None:
-    """Also where the libraries that a file needs are missing, and its tests are not collected."""
-    file, _, test = name.partition("::")
-    tree = ast.parse((TESTS / file).read_text(encoding="utf-8"))
-    assert test.rpartition("::")[2] in {node.name for node in ast.walk(tree) if isinstance(node, ast.FunctionDef)}
+def exists(name: str, page: Path) -> bool:
+    """From the root, the page's folder or the package; a test's file name alone, in any folder of
+    tests."""
+    if any((base / name).exists() for base in (ROOT, page.parent, ROOT / "numba_prefix")):
+        return True
+    return "/" not in name and any((ROOT / "tests").rglob(name))
 
 
-def test_parameters_are_those_of_the_tests(request: pytest.FixtureRequest) -> None:
-    """Of the files that were collected: each entry leaves out something, and each pattern keeps something."""
-    from conftest import ALL_TESTS
+def test_there_are_pages() -> None:
+    names = {path.relative_to(ROOT).as_posix() for path in PAGES}
+    assert names >= {"README.md", ".github/CONTRIBUTING.md", "numba_prefix/README.md", "tests/contract.md"}
 
-    if any("::" in argument for argument in request.config.args):
-        pytest.skip("only some tests of a file were collected")
-    parameters: dict[str, list[str]] = {}
-    for item in request.config.stash[ALL_TESTS]:
-        name, found = full.name_and_parameters(item)
-        parameters.setdefault(name, []).append(found)
-    for name, kept in full.KEPT.items():
-        found = parameters.get(name, [])
-        assert not found or not all(any(fnmatchcase(x, pattern) for pattern in kept) for x in found), name
-        assert not found or all(any(fnmatchcase(x, pattern) for x in found) for pattern in kept), (name, found)
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.relative_to(ROOT).as_posix())
+def test_paths_exist(page: Path) -> None:
+    assert {name for name in named_paths(page.read_text(encoding="utf-8")) if not exists(name, page)} == set()
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.relative_to(ROOT).as_posix())
+def test_prose_is_narrow(page: Path) -> None:
+    assert [line for line in prose(page.read_text(encoding="utf-8")) if len(line) > MAX_COLUMNS] == []
+
+
+def test_readme_is_short() -> None:
+    assert len((ROOT / "README.md").read_text(encoding="utf-8").splitlines()) <= MAX_README_LINES
+
+
+def test_a_missing_path_is_found() -> None:
+    text = f"`rules/tiling.py` and `cpu/kernel/`, `python no/such.py X`, `a // b`\n{FENCE}\n`in/code.py`\n{FENCE}\n`NAME.py`"
+    assert named_paths(text) == {"rules/tiling.py", "cpu/kernel/", "no/such.py"}
+    page = ROOT / "numba_prefix" / "README.md"
+    assert exists("rules/tiling.py", page) and exists("test_pages.py", page) and not exists("no/such.py", page)
+
+
+def test_speed_table_is_replaced(monkeypatch: pytest.MonkeyPatch) -> None:
+    """`python -m bench --readme` finds its place in the page, and touches nothing else."""
+    monkeypatch.syspath_prepend(ROOT)
+    from bench.__main__ import BEGIN, END, PAGE, with_table
+
+    page = PAGE.read_text(encoding="utf-8")
+    table = page.partition(f"{BEGIN}\n")[2].partition(f"\n{END}")[0]
+    assert table.startswith("| case |") and with_table(page, table) == page
+    assert with_table(page, "new").replace(f"\nnew\n{END}", f"\n{table}\n{END}") == page
+    with pytest.raises(ValueError, match="README"):
+        with_table("no table here", table)

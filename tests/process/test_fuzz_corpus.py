@@ -1,4 +1,5 @@
-"""Inputs that coverage-guided fuzzing kept, replayed without atheris; and the targets notice what they are for."""
+"""Inputs that coverage-guided fuzzing kept, replayed without atheris; and the targets notice what
+they are for."""
 
 from __future__ import annotations
 
@@ -11,8 +12,9 @@ import numpy as np
 import pytest
 from fuzz_atheris import CORPUS, Bytes, mutated_archive, targets
 
-import numba_prefix as nbp
+from numba_prefix.cpu.target import CpuTarget
 from numba_prefix.front import encoder
+from numba_prefix.inputs.arrays import as_numpy
 
 TARGETS = targets(Bytes)
 KEPT = {name: sorted((CORPUS / name).iterdir()) for name in TARGETS}
@@ -27,7 +29,8 @@ def test_corpus(name: str) -> None:
 
 @pytest.mark.parametrize("name", ["one_call", "two_phases"])
 def test_corpus_reaches_results_and_errors(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Some inputs change nothing or something harmless, others are refused: by TypeError, by ValueError."""
+    """Some inputs change nothing or something harmless, others are refused: by TypeError, by
+    ValueError."""
     outcomes: list[str] = []
     honest = encoder.static_problem
 
@@ -49,18 +52,19 @@ def test_corpus_reaches_results_and_errors(name: str, monkeypatch: pytest.Monkey
 @pytest.mark.parametrize("name", ["one_call", "two_phases"])
 @pytest.mark.parametrize("what", ["another exception", "nameless", "wrong", "NaN"])
 def test_what_the_targets_notice(name: str, what: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    honest = encoder.Op._run
+    honest = CpuTarget.run
 
-    def broken(self: nbp.Op, *arguments: Any) -> None:
+    def broken(self: CpuTarget, *arguments: Any) -> None:
         if what == "another exception":
             raise IndexError("list index out of range")
         if what == "nameless":
             raise ValueError("bad")
         honest(self, *arguments)
-        if self.out is not None and self.out.size:
-            self.out.flat[0] = np.nan if what == "NaN" else self.out.flat[0] + 1
+        out = as_numpy(self._bound[1].out)
+        if out.size:
+            out.flat[0] = np.nan if what == "NaN" else out.flat[0] + 1
 
-    monkeypatch.setattr(encoder.Op, "_run", broken)
+    monkeypatch.setattr(CpuTarget, "run", broken)
     with pytest.raises((AssertionError, IndexError, ValueError)):
         for path in KEPT[name]:
             TARGETS[name](path.read_bytes())
@@ -82,7 +86,8 @@ def test_stand_in_reads_as_atheris_does() -> None:
 
 
 def test_mutated_archives_are_archives() -> None:
-    """What the fuzzer tries of npz files is, more often than not, read beyond the archive's own directory."""
+    """What the fuzzer tries of npz files is, more often than not, read beyond the archive's own
+    directory."""
     data = Path(KEPT["npz"][0].with_name("causal.npz")).read_bytes()
     made = [mutated_archive(data, 8192, seed) for seed in range(20)]
     assert len(set(made)) > 10 and all(x.startswith(b"PK") for x in made)

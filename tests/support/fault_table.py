@@ -1,6 +1,7 @@
-"""The table of faults in tests/README.md, made of what a run of the tests has logged:
+"""The table of faults in tests/README.md, made from the log of a run of the tests.
 
-NUMBA_PREFIX_FAULT_LOG=log python -m pytest --full && python tests/support/fault_table.py log --write tests/README.md
+NUMBA_PREFIX_FAULT_LOG=log python -m pytest --full
+python tests/support/fault_table.py log --write tests/README.md
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ NOT_RUN = "–"
 
 
 def table(lines: Iterable[str]) -> str:
-    """Markdown: a row per fault, a column per threading layer, and what happened in each.
+    """Markdown: a row per fault, a column per threading layer, and the outcome in each.
 
     Several cases of one cell are joined: their outcomes in order, without repetition.
     """

@@ -1,7 +1,7 @@
-"""Tests that a plain run leaves out, and why. `python -m pytest --full` runs all tests, `python -m pytest --full -m full`
-what a plain run leaves out.
+"""Tests that a plain run leaves out, and why.
 
-`python tests/support/full.py --write tests/README.md` makes the page's table of it.
+`python -m pytest --full` runs all tests, `python -m pytest --full -m full` what a plain run leaves
+out. `PYTHONPATH=. python tests/support/full.py --write tests/README.md` makes the page's table.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ NAME = "full"
 
 @dataclass(frozen=True)
 class Group:
-    """Tests left out for one reason: file::test, with patterns of the parameters that a plain run keeps."""
+    """Tests left out for one reason."""
 
     why: str
     instead: str  # what a plain run has of it
-    tests: dict[str, tuple[str, ...]]
+    tests: dict[str, tuple[str, ...]]  # file::test, and patterns of the parameters that stay
 
 
 GROUPS = (
@@ -112,9 +112,9 @@ GROUPS = (
             "cuda/test_cuda_kernels.py::test_no_bank_conflicts": ("mma-float16-32", "fma-float32-32"),
             "cuda/test_cuda_kernels.py::test_a_dropped_barrier_shows": ("float16-*",),
             "cuda/test_cuda_kernels.py::test_registers_hold_everything": (),
-            "cuda/test_cuda_contract.py::test_parts": (),
-            "cuda/test_cuda_contract.py::test_lengths": ("float16-ptx",),
-            "cuda/test_cuda_contract.py::test_bits": ("float16-ptx",),
+            "cuda/test_cuda_contract.py::test_parts": ("gpu",),
+            "cuda/test_cuda_contract.py::test_lengths": ("float16-ptx", "*-gpu"),
+            "cuda/test_cuda_contract.py::test_bits": ("float16-ptx", "*-gpu"),
             "cuda/test_cuda_compile.py::test_the_cubin_is_the_ptx": ("arithmetic-*",),
             "cuda/test_cuda_compile.py::test_leaves_no_trace": (),
             "cuda/test_cuda_compile.py::test_the_same_in_every_process": (),
@@ -139,7 +139,8 @@ def is_left_out(item: Any) -> bool:
 
 
 def is_repeated(item: Any) -> bool:
-    """Whether a test is in both runs: hypothesis tries ten examples in a plain run, others in a full one."""
+    """Whether a test is in both runs: hypothesis tries ten examples in a plain run, forty in a
+    full one."""
     return bool(getattr(item.obj, "is_hypothesis_test", False))
 
 
