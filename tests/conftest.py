@@ -1,4 +1,4 @@
-"""Targets under test, hypothesis profiles, and one compile cache for the whole session."""
+"""Targets under test, what a plain run leaves out, hypothesis profiles, and one compile cache for the whole session."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ import tempfile
 from collections.abc import Iterator
 from typing import Any
 
+import full
 import pytest
 from hypothesis import HealthCheck, settings
 
@@ -28,7 +29,6 @@ settings.register_profile("ci", max_examples=40, derandomize=True, print_blob=Tr
 settings.register_profile("short", max_examples=10, derandomize=True, **_quiet)
 settings.register_profile("dev", max_examples=40, **_quiet)
 settings.register_profile("long", max_examples=1000, **_quiet)
-settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "ci" if os.environ.get("CI") else "dev"))
 
 # A shell ignores Ctrl-C in what it starts in the background, and so would every program that the
 # tests start.
@@ -42,15 +42,54 @@ if "NUMBA_CACHE_DIR" not in os.environ:
     _own_cache = os.environ["NUMBA_CACHE_DIR"] = tempfile.mkdtemp(prefix="numba_prefix_tests_")
 
 
-MANY_TESTS = 20
+ALL_TESTS = pytest.StashKey[list[pytest.Item]]()
+NUM_LEFT_OUT = pytest.StashKey[int]()
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--full", action="store_true", help="all tests; with -m full, those that a plain run leaves out")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    thorough = "ci" if os.environ.get("CI") else "dev"
+    settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", thorough if config.option.full else "short"))
+
+
+@pytest.hookimpl(tryfirst=True)  # before pytest selects by -m
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    deselect(config, items, [item for item in items if is_too_large(item)])
+    config.stash[ALL_TESTS] = items[:]
+    left_out = [item for item in items if full.is_left_out(item)]
+    for item in (*left_out, *filter(full.is_repeated, items)):
+        item.add_marker("full")
+    is_plain = not config.option.full and not any("::" in argument for argument in config.args)
+    config.stash[NUM_LEFT_OUT] = len(left_out) if is_plain else 0
+    if is_plain:
+        deselect(config, items, left_out)
+
+
+def deselect(config: pytest.Config, items: list[pytest.Item], some: list[pytest.Item]) -> None:
+    gone = set(some)
+    config.hook.pytest_deselected(items=some)
+    items[:] = [item for item in items if item not in gone]
+
+
+def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> None:
+    if left_out := config.stash.get(NUM_LEFT_OUT, 0):
+        terminalreporter.line(f"{left_out} slow tests were left out (tests/README.md says which); --full runs them too")
 
 
 def pytest_collection_finish(session: pytest.Session) -> None:
-    """The kernels of a file that takes minutes to compile them are begun with, if much of it is
-    run."""
-    items = [item for item in session.items if item.path.name == "test_cuda_kernels.py"]
-    if len(items) > MANY_TESTS and not session.config.option.collectonly:
-        items[0].module.build_ahead()  # type: ignore[attr-defined]
+    """Kernels that take seconds each to compile are begun with: build_ahead() of a file is told its tests."""
+    if session.config.option.collectonly:
+        return
+    modules: dict[Any, list[pytest.Item]] = {}
+    for item in session.items:
+        module = getattr(item, "module", None)
+        if hasattr(module, "build_ahead"):
+            modules.setdefault(module, []).append(item)
+    for module, items in modules.items():
+        module.build_ahead(items)
 
 
 def pytest_sessionfinish() -> None:
@@ -63,22 +102,13 @@ def pytest_unconfigure(config: Any) -> None:
         shutil.rmtree(_own_cache, ignore_errors=True)
 
 
-def _is_tiny(item: pytest.Item) -> bool:
-    params = getattr(item, "callspec").params  # noqa: B009
-    return item.path.name in FILES_WITH_TINY_TESTS and all(
-        value in TINY[name] for name, value in params.items() if name in TINY
-    )
-
-
-def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    def is_left_out(item: pytest.Item) -> bool:
-        callspec = getattr(item, "callspec", None)
-        return callspec is not None and callspec.params.get("target") == "cuda" and not _is_tiny(item)
-
-    left_out = [item for item in items if is_left_out(item)]
-    if left_out:
-        config.hook.pytest_deselected(items=left_out)
-        items[:] = [item for item in items if not is_left_out(item)]
+def is_too_large(item: pytest.Item) -> bool:
+    """Whether a test on all targets has a problem that would be interpreted for long, or takes a kernel of its own."""
+    callspec = getattr(item, "callspec", None)
+    if callspec is None or callspec.params.get("target") != "cuda":
+        return False
+    is_tiny = all(value in TINY[name] for name, value in callspec.params.items() if name in TINY)
+    return item.path.name not in FILES_WITH_TINY_TESTS or not is_tiny
 
 
 @pytest.fixture(scope="session", params=TARGETS)

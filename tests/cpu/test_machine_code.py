@@ -8,11 +8,12 @@ import re
 
 import numpy as np
 import pytest
-from machine_code import VECTOR, inner_loops
+from machine_code import VECTOR as VECTOR_OPERAND
+from machine_code import inner_loops
 
 import numba_prefix as nbp
 from numba_prefix.cpu.compile import jit
-from numba_prefix.cpu.kernel import work_loop
+from numba_prefix.cpu.paths import VECTOR, kernel_of
 from numba_prefix.cpu.simd.features import features
 
 IS_X86 = platform.machine().lower() in ("x86_64", "amd64")
@@ -22,11 +23,12 @@ IS_X86 = platform.machine().lower() in ("x86_64", "amd64")
 def compiled() -> tuple[str, str]:
     """(LLVM IR, assembly) of the tile loop, compiled afresh: code from the cache can't be read
     back."""
-    fresh = jit.kernel(work_loop.drain.py_func)
+    drain = kernel_of(VECTOR)
+    fresh = jit.kernel(drain.py_func)
     fresh._cache.load_overload = lambda *_: None
     query, cache = np.ones((1, 1, 16), np.float32), np.ones((1, 4, 1, 16), np.float32)
     nbp.prefix_encoder(query, cache, cache, np.zeros((1, 1), np.int32), [1], [2])
-    (signature,) = work_loop.drain.signatures
+    (signature,) = drain.signatures
     fresh.compile(signature)
     return fresh.inspect_llvm(signature), fresh.inspect_asm(signature)
 
@@ -60,7 +62,7 @@ def test_micro_kernel_loops(compiled: tuple[str, str]) -> None:
         assert all("ps" in line.split()[0] and widest in line for line in products)
         if any("vpslld $23" in line.replace("\t", " ") for line in block):
             continue  # an exponential: its coefficients may live on the stack where there are 16 registers
-        spilled = [line for line in block if "(%rsp" in line and VECTOR.search(line)]
+        spilled = [line for line in block if "(%rsp" in line and VECTOR_OPERAND.search(line)]
         assert spilled == []
 
 

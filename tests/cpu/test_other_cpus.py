@@ -46,25 +46,30 @@ def is_this_one(cpu: str) -> bool:
     return cpu == "haswell" and features.get("avx2", False) and not features.get("avx512f", False)
 
 
-@pytest.mark.skipif(platform.machine().lower() not in ("x86_64", "amd64"), reason="x86 CPUs")
-@pytest.mark.skipif("NUMBA_CPU_NAME" in os.environ, reason="this is such a process")
-@pytest.mark.parametrize("cpu", CPUS)
-def test_older_cpu(cpu: str) -> None:
+pytestmark = [
+    pytest.mark.skipif(platform.machine().lower() not in ("x86_64", "amd64"), reason="x86 CPUs"),
+    pytest.mark.skipif("NUMBA_CPU_NAME" in os.environ, reason="this is such a process"),
+]
+
+
+def run_tests(cpu: str, which: str, *files: str) -> None:
+    """Tests of these files that pytest's -k selects, in a process kept to a CPU's instructions."""
     if is_this_one(cpu):
         pytest.skip("this machine has those instructions and no more")
     env = environment(NUMBA_CPU_NAME=cpu, NUMBA_CPU_FEATURES=CPUS[cpu], HYPOTHESIS_PROFILE="short")
-    files = [str(TESTS / name) for name in SUITES[cpu]]
-    command = [
-        sys.executable,
-        "-m",
-        "pytest",
-        "-x",
-        "-k",
-        "not reference and not cuda",
-        "-p",
-        "no:cacheprovider",
-        *files,
-    ]
+    command = [sys.executable, "-m", "pytest", "-x", "--full", "-k", which, *(str(TESTS / name) for name in files)]
     done = subprocess.run(command, env=env, cwd=ROOT, capture_output=True, text=True, timeout=500, check=False)
     assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-2000:]
     assert " passed" in done.stdout
+
+
+@pytest.mark.parametrize("cpu", CPUS)
+def test_older_cpu(cpu: str) -> None:
+    run_tests(cpu, "not reference and not cuda", *SUITES[cpu])
+
+
+def test_haswell_in_brief() -> None:
+    """Values that come through unchanged, and nothing spilled where there are 16 registers."""
+    run_tests(
+        "haswell", "(cpu and identity) or test_machine_code", "semantics/test_semantics.py", "cpu/test_machine_code.py"
+    )

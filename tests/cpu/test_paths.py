@@ -325,22 +325,30 @@ class TestResults:
             same_bits(case.rows(together, b), run(select(case, [b]), "cpu"))
 
 
-@NOT_A_CHILD
-@pytest.mark.parametrize("path", FASTER)
-def test_contract(path: str) -> None:
-    """The contract's own tests on each path, in a process where calls take it."""
+def run_tests(path: str, which: str, *tests: str) -> None:
+    """Tests of these that pytest's -k selects, in a process where calls take a path."""
     env = environment(NUMBA_PREFIX_ISA=path, NUMBA_PREFIX_NUM_THREADS="1", HYPOTHESIS_PROFILE="short")
-    command = [sys.executable, "-m", "pytest", "-x", "-p", "emulated", "-p", "no:cacheprovider"]
-    command += [
-        "-k",
-        "not reference and not cuda and not float32 and not concurrent",
-        *(str(TESTS / name) for name in SUITES),
-    ]
-    own = TESTS / "cpu" / "test_paths.py"
-    command += [f"{own}::TestResults", f"{own}::TestChoice::test_scales_that_make_scores_of_tiny_products"]
+    command = [sys.executable, "-m", "pytest", "-x", "--full", "-p", "emulated", "-k", which]
+    command += [str(TESTS / name) for name in tests]
     done = subprocess.run(command, env=env, cwd=ROOT, capture_output=True, text=True, timeout=500, check=False)
     assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-2000:]
     assert " passed" in done.stdout
+
+
+@NOT_A_CHILD
+@pytest.mark.parametrize("path", FASTER)
+def test_contract(path: str) -> None:
+    """The contract's own tests on each path."""
+    own = ("TestResults", "TestChoice::test_scales_that_make_scores_of_tiny_products")
+    tests = (*SUITES, *(f"cpu/test_paths.py::{name}" for name in own))
+    run_tests(path, "not reference and not cuda and not float32 and not concurrent", *tests)
+
+
+@NOT_A_CHILD
+@pytest.mark.parametrize("path", FASTER)
+def test_in_brief(path: str) -> None:
+    own = [f"cpu/test_paths.py::TestResults::test_{name}" for name in ("masks", "takes_the_forced_path")]
+    run_tests(path, "bfloat16", *own)
 
 
 @X86

@@ -43,15 +43,23 @@ SIZES = [
 FMA_SIZES = [("float32", 80), ("bfloat16", 128), ("float32", 256)]
 HEAD_SIZES = [((8, 0), *size) for size in SIZES] + [((9, 0), *size) for size in SIZES[1::2]]
 HEAD_SIZES += [((12, 0), *size) for size in SIZES[::2]] + [((7, 5), *size) for size in FMA_SIZES]
+MANY = 5
 
 
-def build_ahead() -> None:
-    """All that this file needs, from the beginning of a session that runs much of it (conftest.py)."""
-    cases = [("float16", 32, form, cc, "float32") for cc, form in KINDS]
-    cases += [(dtype, 32, form, (8, 0), dtype) for dtype, form in SOME_KINDS]
-    cases += [(dtype, size, "causal", cc, "") for cc, dtype, size in HEAD_SIZES]
-    cases += [("float16", 128, form, (9, 0), "float32") for form in ("alibi-template", "alibi-heads")]
-    cuda_target.build_ahead((cuda_target.spec_of(*case), case[3]) for case in cases)
+# The kernel of a test, by its name and its parameters: (dtype, head size, form, compute capability, mask's dtype).
+KERNEL_OF: dict[str, Any] = {
+    "test_mask_kinds": lambda cc, form: ("float16", 32, form, cc, "float32"),
+    "test_dtypes": lambda dtype, form: (dtype, 32, form, (8, 0), dtype),
+    "test_head_sizes": lambda cc, dtype, head_size: (dtype, head_size, "causal", cc, ""),
+    "test_masks_of_large_heads": lambda form: ("float16", 128, form, (9, 0), "float32"),
+}
+
+
+def build_ahead(items: list[Any]) -> None:
+    """The kernels of these tests, from the beginning of a session (conftest.py), if there are many."""
+    cases = [KERNEL_OF[item.originalname](**item.callspec.params) for item in items if item.originalname in KERNEL_OF]
+    if len(cases) >= MANY:
+        cuda_target.build_ahead((cuda_target.spec_of(*case), case[3]) for case in cases)
 
 
 def ragged(dtype: str, **sizes: Any) -> Case:

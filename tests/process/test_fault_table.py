@@ -1,4 +1,4 @@
-"""The README's table of faults: of a run of these tests, of all of them, and nothing in it failed."""
+"""The table of faults in tests/README.md: all faults that tests put the package through, and none failed."""
 
 from __future__ import annotations
 
@@ -6,13 +6,14 @@ import ast
 import json
 
 import pytest
-from fault_table import LAYERS, NOT_RUN, parts, table
+from fault_table import LAYERS, NAME, NOT_RUN, table
 from faults import ANY_LAYER, FAULTS, RIGHT, fault
-from processes import ROOT, SCRIPTS, TESTS
+from processes import SCRIPTS, TESTS
+from tables import parts
 
 
-def test_the_table_of_the_readme() -> None:
-    _, written, _ = parts((ROOT / "README.md").read_text(encoding="utf-8"))
+def test_the_table_of_the_page() -> None:
+    _, written, _ = parts((TESTS / "README.md").read_text(encoding="utf-8"), NAME)
     rows = [line.strip("| ").split(" | ") for line in written.splitlines()]
     assert rows[0] == ["fault", *LAYERS.values()]
     assert rows[2:] == [[name, *[outcome] * len(LAYERS)] for name, outcome in FAULTS.values()]
@@ -49,5 +50,5 @@ def test_a_table_shows_what_failed(tmp_path, monkeypatch: pytest.MonkeyPatch) ->
 
 
 def test_a_file_without_markers() -> None:
-    with pytest.raises(ValueError, match="README"):
-        parts("no table here")
+    with pytest.raises(ValueError, match="page: got no lines <!-- faults -->"):
+        parts("no table here", NAME)

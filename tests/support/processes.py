@@ -12,7 +12,8 @@ SUPPORT = Path(__file__).parent
 TESTS = SUPPORT.parent
 ROOT = TESTS.parent
 SCRIPTS = SUPPORT / "scripts"
-PYTHONPATH = (str(ROOT), str(TESTS), str(SUPPORT))  # for programs that use the tests' modules
+# for programs that use the tests' modules, and tests of this folder
+PYTHONPATH = (str(ROOT), str(TESTS), str(SUPPORT), str(TESTS / "process"))
 
 
 def environment(**changes: str | None) -> dict[str, str]:

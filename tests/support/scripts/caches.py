@@ -16,15 +16,17 @@ import sys
 import tempfile
 import threading
 import time
+import traceback
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from cases import assert_close, make_case, run
 from interrupting import interrupted_until_done
 from numba.core import event
 
-SMALL = ("count_work", "fill_work")
+SMALL = ("cut_tiles",)
 CASE = make_case([30, 1], [200, 90], head_num=4, kv_head_num=2, head_size=32, dtype="float16")
 os.environ.setdefault("NUMBA_PREFIX_ISA", "vector")  # whose kernel is named drain
 OTHER_CPU = {"NUMBA_CPU_NAME": "nehalem", "NUMBA_CPU_FEATURES": "+sse3,+ssse3,+sse4.1,+sse4.2,+popcnt,+cx16"}
@@ -47,22 +49,22 @@ def native_files(directory: Path, *kernels: str) -> list[Path]:
     """Cache files that this process would load."""
     from numba.core.typing.typeof import Purpose, typeof
 
-    from numba_prefix.cpu import target
-    from numba_prefix.cpu.kernel.work_loop import drain
+    from numba_prefix.cpu import plan
+    from numba_prefix.cpu.paths import VECTOR, kernel_of
     from numba_prefix.runtime.disk_cache import path_of
 
+    integers, table = np.zeros(1, np.int64), np.zeros((1, 1), np.int64)
+    arguments_of: dict[str, tuple[Any, ...]] = {
+        "cut_tiles": (table, table, 1, 1, 1, 1, 1, integers, table),
+        "drain": (integers, table, table, table, 1, 1),
+    }
     found = []
-    for kernel in (drain if name == "drain" else getattr(target, name) for name in kernels):
-        integers, factors = np.zeros(1, np.int64), np.zeros(1, np.float32)
-        table = np.zeros((1, 1), np.int64)
-        arguments = {
-            "count_work": (table, table, 1, 1, True, 1, 1, integers),
-            "fill_work": (table, table, 1, 1, 1, True, 1, 1, integers, table),
-            "drain": (integers, factors, table, table, table, 1, 1),
-        }[kernel.__name__]
-        signature = tuple(typeof(x, Purpose.argument) for x in arguments)
+    for name in kernels:
+        kernel = plan.cut_tiles if name == "cut_tiles" else kernel_of(VECTOR)
+        assert kernel.__name__ == name
+        signature = tuple(typeof(x, Purpose.argument) for x in arguments_of[name])
         key = kernel._cache._key(signature, kernel.targetctx.codegen())
-        path = path_of(kernel.__name__, key)
+        path = path_of(name, key)
         assert path is not None
         found.append(directory / path.name)
     return found
@@ -89,31 +91,35 @@ def truncated() -> None:
 
 
 def foreign() -> None:
-    """Put bytes that never were code under one name, and another kernel's whole file under the
-    other."""
-    with cache(*SMALL, "drain") as directory:
-        count, fill = native_files(directory, *SMALL)
-        shutil.copy(count, fill)
-        count.write_bytes(np.random.default_rng(0).bytes(count.stat().st_size))
-        before = count.read_bytes(), fill.read_bytes()
-        call(compiled=SMALL)
-        assert count.read_bytes() != before[0]
-        assert fill.read_bytes() != before[1]
+    """Put bytes that never were code, then another kernel's whole file, under a kernel's name."""
+    for is_code in (False, True):
+        pid = os.fork()
+        if pid == 0:
+            status = 1
+            try:
+                with cache(*SMALL, "drain") as directory:
+                    small, large = native_files(directory, *SMALL, "drain")
+                    junk = np.random.default_rng(0).bytes(small.stat().st_size)
+                    small.write_bytes(large.read_bytes() if is_code else junk)
+                    before = small.read_bytes()
+                    call(compiled=SMALL)
+                    assert small.read_bytes() != before
+                    status = 0
+            except BaseException:
+                traceback.print_exc()
+            finally:
+                os._exit(status)
+        assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
 
 
 def other_cpu() -> None:
     """Add the files of an older CPU beside the large kernel's."""
     with cache("drain") as directory:
-        code = (
-            "import numpy as np; from numba_prefix.rules import tiling; from numba_prefix.cpu import target\n"
-            "totals = np.zeros(3 + tiling.COST_BUCKETS, np.int64)\n"
-            "empty = np.zeros((0, 1), np.int64)\n"
-            "target.count_work(empty, empty, 1, 1, True, 128, 128, totals)"
-        )
+        code = "from numba_prefix.cpu import target; target.cutter()"
         subprocess.run([sys.executable, "-c", code], env=os.environ | OTHER_CPU, check=True)
-        theirs = list(directory.glob("count_work-*"))
+        theirs = list(directory.glob("cut_tiles-*"))
         assert len(theirs) == 1
-        assert theirs != native_files(directory, "count_work")
+        assert theirs != native_files(directory, "cut_tiles")
         before = theirs[0].read_bytes()
         call(compiled=SMALL)
         assert theirs[0].read_bytes() == before
@@ -185,7 +191,7 @@ def exit() -> None:
     with cache() as directory:
         thread = threading.Thread(target=run, args=(CASE, "cpu"), daemon=True)
         thread.start()
-        while len(list(directory.iterdir())) < 2:
+        while not list(directory.iterdir()):
             assert thread.is_alive()
             time.sleep(0.05)
         time.sleep(1.0)

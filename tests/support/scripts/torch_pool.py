@@ -17,7 +17,7 @@ import torch
 from cases import make_case, run, same_bits
 
 import numba_prefix as nbp
-from numba_prefix.cpu.kernel import work_loop
+from numba_prefix.cpu.paths import VECTOR, kernel_of
 from numba_prefix.runtime import openmp
 
 CASE = make_case([200, 100], [300, 400], head_num=8, head_size=64)
@@ -132,7 +132,7 @@ def main(mode: str) -> None:
     torch.set_num_threads(2)
     torch.ones(1 << 20).sum()
     expected = run(CASE, "cpu", num_threads=1)
-    team = openmp.team(work_loop.drain)
+    team = openmp.team(kernel_of(VECTOR))
     if team is None:
         print("PyTorch's threads cannot be had here")
         return
