@@ -23,25 +23,10 @@ if __name__ == "__main__":
 
     # Comes before any other import of the package. Modules of functions that Numba compiles must
     # keep their bytecode.
-    _COMPILED = (
-        *(
-            "masks",
-            "softmax",
-            "tiling",
-            "vocabulary",
-            "cpu.call",
-            "cpu.dots",
-            "cpu.few",
-            "cpu.jit",
-            "cpu.kernel",
-            "cpu.lanes",
-        ),
-        *("cpu.memory", "cpu.rows", "cpu.scores", "cpu.state", "cpu.vector"),
-    )
+    _COMPILED = ("rules", "cpu.kernel", "cpu.simd", "cpu.compile")
     with atheris.instrument_imports(include=["numba_prefix"], exclude=[f"numba_prefix.{name}" for name in _COMPILED]):
-        import numba_prefix.cpu.launch
-
         import numba_prefix.cli.run
+        import numba_prefix.cpu.target
 
 import ml_dtypes
 import numpy as np
