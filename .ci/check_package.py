@@ -13,10 +13,18 @@ NEEDED = {
     "numba_prefix/py.typed",
     "numba_prefix/cli/data/sample.npz",
     "numba_prefix/__init__.py",
+    "numba_prefix/README.md",
     "numba_prefix/cpu/kernel/work_loop.py",
     "numba_prefix/capi/include/numba_prefix.h",
 }
-SOURCES = {"pyproject.toml", "README.md", "LICENSE", "tests/conftest.py", "bench/__init__.py"}
+SOURCES = {
+    "pyproject.toml",
+    "README.md",
+    "LICENSE",
+    ".github/CONTRIBUTING.md",
+    "tests/conftest.py",
+    "bench/__init__.py",
+}
 INSTALLED = {"numba-prefix", "numba", "llvmlite", "numpy"}
 INSTALLERS = {"pip", "setuptools"}
 

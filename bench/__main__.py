@@ -1,8 +1,10 @@
-"""`python -m bench`: this package against other CPU implementations, on the same data, in one process.
+"""`python -m bench`: this package against other CPU implementations on the same data.
 
-Gate (each contender against the float64 oracle on a cut-down case; ours red: no figures) -> cold start -> cases. Contenders
-take turns round by round, with a pause before each so that no one's spinning threads slow the next; what is quoted is the
-median over rounds of the ratio of times. JSON is the record, the README's table is made from it (--readme).
+All run in one process: gate (each contender against the float64 oracle on a cut-down case; no
+figures if our result fails) -> cold start -> cases. Contenders take turns round by round, with a
+pause before each so that spinning threads of one don't slow the next. The quoted figure is the
+median over rounds of the ratio of times. JSON is the record; the table of bench/README.md is made
+from it (--readme).
 """
 
 from __future__ import annotations
@@ -27,6 +29,8 @@ from numba_prefix.cpu import isa
 from numba_prefix.cpu.paths import PATHS
 from numba_prefix.reference.oracle import budget, naive
 
+PAGE = Path(__file__).with_name("README.md")
+BEGIN, END = "<!-- speed -->", "<!-- /speed -->"  # lines of the page around the table
 COLD = """
 import time; start = time.perf_counter()
 import numpy as np, numba_prefix as nbp
@@ -59,7 +63,8 @@ def cold_start() -> dict[str, float]:
 
 
 def line_up(case: Case, dtype: str, num_threads: int, has_vllm: bool) -> tuple[Any, dict[str, contenders.Run]]:
-    """Who is measured. What is named "alone" computes no attention: it is what the micro-kernel or the memory can do."""
+    """The contenders of a case. Those named "alone" compute no attention: they show the limits of
+    the micro-kernel and of the memory."""
     import torch
 
     data = make_data(case, getattr(torch, dtype))
@@ -121,7 +126,8 @@ def measure(runs: dict[str, contenders.Run], rounds: int, pause: float) -> dict[
 
 
 def row_of(case: Case, dtype: str, times: dict[str, list[float]]) -> dict[str, Any]:
-    """GFLOP/s of everyone, and how many times faster we are: the median over rounds of the ratio."""
+    """GFLOP/s of every contender, and our speed relative to each: the median over rounds of the
+    ratio."""
     speeds = {name: case.flops / statistics.median(seconds) / 1e9 for name, seconds in times.items()}
     ratios = {
         name: float(np.median(np.array(seconds) / np.array(times["ours"])))
@@ -140,7 +146,7 @@ def show(row: dict[str, Any]) -> str:
 
 
 def markdown(record: dict[str, Any]) -> str:
-    """The README's table: times faster than each peer; below 1 we lose."""
+    """The table of bench/README.md: times faster than each peer; below 1 we lose."""
     peers = [name for name in ("sdpa", "vllm") if any(p.startswith(name) for r in record["rows"] for p in r["ratio"])]
     names = {"sdpa": "PyTorch SDPA", "vllm": "vLLM"}
     lines = ["| case | dtype | GFLOP/s | " + " | ".join(f"x {names[p]}" for p in peers) + " | 1 → 2 threads |"]
@@ -152,6 +158,15 @@ def markdown(record: dict[str, Any]) -> str:
     return "\n".join(lines)
 
 
+def with_table(page: str, table: str) -> str:
+    """A page with its table replaced. Raises ValueError where the lines around it are missing."""
+    before, begin, rest = page.partition(f"{BEGIN}\n")
+    _, end, after = rest.partition(f"{END}\n")
+    if not begin or not end:
+        raise ValueError(f"{PAGE.name}: got no lines {BEGIN} and {END}, expected them around the table")
+    return f"{before}{begin}{table}\n{end}{after}"
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m bench", description=__doc__.splitlines()[0])
     parser.add_argument("--dtypes", nargs="+", default=["bfloat16", "float16", "float32"])
@@ -160,7 +175,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=9)
     parser.add_argument("--pause", type=float, default=0.03, help="seconds before each timed call")
     parser.add_argument("--json", type=Path, help="where to write the record")
-    parser.add_argument("--readme", action="store_true", help="print the README's table")
+    parser.add_argument("--readme", action="store_true", help=f"write the table into {PAGE.name} beside this")
     options = parser.parse_args()
 
     import torch
@@ -188,7 +203,7 @@ def main() -> None:
     if options.json:
         options.json.write_text(json.dumps(record, indent=1, default=str))
     if options.readme:
-        print(markdown(record))
+        PAGE.write_text(with_table(PAGE.read_text(encoding="utf-8"), markdown(record)), encoding="utf-8")
 
 
 if __name__ == "__main__":

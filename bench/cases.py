@@ -1,4 +1,4 @@
-"""The shapes that are measured, and their data."""
+"""The measured shapes, and their data."""
 
 from __future__ import annotations
 
@@ -20,17 +20,18 @@ class Case:
 
     @property
     def flops(self) -> float:
-        """4 * head_size for each (query head, query, visible key); a causal mask halves a square."""
+        """4 * head_size for each (query head, query, visible key); a causal mask halves a
+        square."""
         pairs = sum(q * (kv - q) + q * (q + 1) / 2 for q, kv in zip(self.q_len, self.kv_len, strict=True))
         return 4.0 * self.head_size * self.head_num * pairs
 
     @property
     def is_decode(self) -> bool:
-        """Whether every key serves so few rows that reading it is what takes the time."""
+        """Whether each key serves so few rows that reading it takes most of the time."""
         return max(self.q_len) * self.head_num <= 8 * self.kv_head_num
 
     def kv_bytes(self, item: int) -> float:
-        """Every key and value once."""
+        """Bytes of every key and value, read once."""
         return 2.0 * item * sum(self.kv_len) * self.kv_head_num * self.head_size
 
 
@@ -60,7 +61,8 @@ EXTRA_CASES = [
 
 @dataclass(frozen=True)
 class Data:
-    """torch tensors; key and value in the plain paged layout [num_blocks, block_size, kv_head_num, head_size]."""
+    """The tensors of a case; key and value in the plain paged layout [num_blocks, block_size,
+    kv_head_num, head_size]."""
 
     case: Case
     query: Any
@@ -70,7 +72,7 @@ class Data:
 
 
 def make_data(case: Case, dtype: Any, seed: int = 0) -> Data:
-    """Random tensors with shuffled pages; everything that no sequence addresses is NaN."""
+    """Random tensors with shuffled blocks; every element that no sequence addresses is NaN."""
     import torch
 
     generator = torch.Generator().manual_seed(seed)

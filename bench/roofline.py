@@ -1,6 +1,7 @@
-"""`python -m bench.roofline`: what each CUDA kernel could reach, from its registers and shared memory; needs no GPU.
+"""`python -m bench.roofline`: the speed that each CUDA kernel could reach; needs no GPU.
 
-Takes `python -m numba_prefix inspect --target cuda --json` (a file, or run here) and prints the table of roofline.md.
+Takes the registers and shared memory that `python -m numba_prefix inspect --target cuda --json`
+prints (a file, or run here) and prints the table of roofline.md.
 """
 
 from __future__ import annotations
@@ -14,16 +15,19 @@ from pathlib import Path
 from typing import Any
 
 THREADS = 128
-REGISTERS = 65536  # of a multiprocessor
-REGISTER_STEP = 8  # registers of a thread are handed out in these
-RESERVED_SHARED = 1024  # bytes that each block takes besides its own, cc 8.0 and newer
-FAMILY_BYTES = {"mma": 2, "fma": 4}  # of a number in shared memory
+REGISTERS = 65536  # per multiprocessor
+REGISTER_STEP = 8  # a thread's registers are allocated in steps of this
+RESERVED_SHARED = 1024  # bytes that each thread block takes besides its own, cc 8.0 and newer
+FAMILY_BYTES = {"mma": 2, "fma": 4}  # per number in shared memory
 
 
 @dataclass(frozen=True)
 class Gpu:
-    """One multiprocessor: shared memory in bytes, warps, and per clock: 16-bit tensor flops with float32 sums, float32 flops,
-    bytes from shared memory, exponentials. Figures of the CUDA programming guide and NVIDIA's architecture papers."""
+    """One multiprocessor: bytes of shared memory, warps, and throughputs per clock.
+
+    They are 16-bit tensor flops with float32 sums, float32 flops, bytes from shared memory and
+    exponentials. Figures are of the CUDA programming guide and NVIDIA's architecture papers.
+    """
 
     shared: int
     warps: int
@@ -44,7 +48,7 @@ GPUS = {
 
 
 def blocks_at_once(gpu: Gpu, cc: str, registers: int, shared_bytes: int) -> tuple[int, str]:
-    """Thread blocks on one multiprocessor, and what there is too little of for more."""
+    """Thread blocks on one multiprocessor, and the resource that prevents more."""
     per_block = THREADS * -(-registers // REGISTER_STEP) * REGISTER_STEP
     reserved = RESERVED_SHARED if cc != "7.5" else 0
     limits = {
@@ -57,10 +61,12 @@ def blocks_at_once(gpu: Gpu, cc: str, registers: int, shared_bytes: int) -> tupl
 
 
 def clocks(gpu: Gpu, family: str, head_dim: int) -> dict[str, float]:
-    """Clocks of a multiprocessor for one score of a whole key tile: products, reads of shared memory, exponentials."""
+    """Clocks of a multiprocessor for one score of a whole key tile: products, reads of shared
+    memory, exponentials."""
     flops = 4.0 * head_dim
-    # mma: each of 4 warps reads the whole key and value tile for its 16 rows. fma: a thread reads 4 numbers of each of its 4
-    # rows and keys for 64 products (2 and 2 for 16 with large heads), neighbours the same ones.
+    # mma: each of 4 warps reads the whole key and value tile for its 16 rows. fma: a thread reads 4
+    # numbers of each of its 4 rows and keys for 64 products (2 and 2 for 16 with large heads);
+    # neighbours read the same ones.
     rows = 16 if family == "mma" else 8 if head_dim <= 128 else 4
     read = 2.0 * FAMILY_BYTES[family] * head_dim / rows
     rate = gpu.tensor if family == "mma" else gpu.fma

@@ -1,4 +1,5 @@
-"""numba_prefix: paged-prefix attention (Ascend ATB's SelfAttention PrefixEncoder) in Python, compiled by Numba."""
+"""numba_prefix: paged-prefix attention (Ascend ATB's SelfAttention PrefixEncoder) in Python,
+compiled by Numba."""
 
 from numba_prefix.front.encoder import (
     prefix_encoder,

@@ -1,7 +1,8 @@
-"""The C interface: ATB's AtbSelfAttentionPrefixEncoder as C function pointers; include/numba_prefix.h describes them.
+"""The C interface: ATB's AtbSelfAttentionPrefixEncoder as C function pointers;
+include/numba_prefix.h describes them.
 
-In a process that hosts Python, C and C++ code gets from `load` what it calls; nothing is linked. Functions may be called
-from any thread, with or without the GIL.
+C and C++ code in a process that hosts Python gets the functions from `load`; nothing is linked.
+They may be called from any thread, with or without the GIL.
 """
 
 from __future__ import annotations
@@ -15,7 +16,8 @@ API_VERSION = 1  # NUMBA_PREFIX_API_VERSION of the header
 
 @dataclass(frozen=True, slots=True)
 class Functions:
-    """Addresses of C functions, and of the header's NumbaPrefixApi that holds them all. Valid as long as the process is."""
+    """Addresses of the C functions, and of the header's NumbaPrefixApi that holds them all. Valid
+    as long as the process lives."""
 
     AtbSelfAttentionPrefixEncoderGetWorkspaceSize: int
     AtbSelfAttentionPrefixEncoder: int
@@ -31,14 +33,15 @@ _loaded: dict[str, Functions] = {}
 def load(*, warmup: bool = False) -> Functions:
     """The C functions, the same at every call and in every thread.
 
-    warmup: also compile the kernel, or load it from the cache, and check a small result, which the first call of a C
-    function does otherwise (about 15 s where nothing is cached). Raises TypeError for anything but a bool, and what
-    numba_prefix.warmup raises.
+    warmup: also compile the kernel, or load it from the cache, and check a small result, as the
+    first call of a C function does otherwise (about 15 s where nothing is cached). Raises TypeError
+    for anything but a bool, and the errors of numba_prefix.warmup.
     """
     if not isinstance(warmup, bool):
         raise TypeError(f"warmup: got {type(warmup).__name__}, expected a bool")
     if not _loaded:
-        # No lock, which a fork could leave locked: of two threads that both come here the first one's functions are kept.
+        # No lock, since a fork could leave it locked: if two threads come here, the first one's
+        # functions are kept.
         _loaded.setdefault("functions", _build())
     if warmup:
         from numba_prefix.verify.warmup import warmup as compile_and_check
@@ -48,7 +51,7 @@ def load(*, warmup: bool = False) -> Functions:
 
 
 def include_directory() -> str:
-    """Where numba_prefix.h is, for a compiler's -I."""
+    """The folder of numba_prefix.h, for a compiler's -I."""
     return str(Path(__file__).parent / "include")
 
 

@@ -1,4 +1,5 @@
-"""What each C function does once the GIL is held: read the caller's structs, call front.py, report a status."""
+"""The Python part of each C function, with the GIL held: read the caller's structs, call
+front/encoder.py, report a status."""
 
 from __future__ import annotations
 
@@ -13,8 +14,8 @@ from numba_prefix.capi.status import Refusal, Status, last_text, remember, statu
 from numba_prefix.front.encoder import self_attention_prefix_encoder, self_attention_prefix_encoder_get_workspace_size
 from numba_prefix.front.operation import Op
 
-# A handle is a number and nothing at an address, so that one which is wrong can be told from one which is right.
-_FIRST_HANDLE = 0x6E627000  # small numbers are what uninitialised pointers hold
+# A handle is a number, not an address, so that a wrong one can be told from a right one.
+_FIRST_HANDLE = 0x6E627000  # uninitialised pointers tend to hold small numbers
 _handles = itertools.count(_FIRST_HANDLE)
 _operations: dict[int, Op] = {}
 
@@ -129,7 +130,8 @@ def _get_last_error(call: Any) -> None:
 
 
 def _reporting(parameters: type[ctypes.Structure], body: Callable[[Any], None]) -> Callable[[int], None]:
-    """`body`, whose errors become the C function's status. Whatever is not an Exception is left to native code."""
+    """`body`, with its errors turned into the C function's status. Only Exceptions: native code
+    handles all others."""
 
     def enter(address: int) -> None:
         call: Any = parameters.from_address(address)
@@ -146,7 +148,7 @@ def _reporting(parameters: type[ctypes.Structure], body: Callable[[Any], None]) 
 
 
 def interrupted(exception: type[BaseException]) -> None:
-    """A call of this thread was ended by something that is for others to handle."""
+    """Note that an exception which is not the call's own ended a call of this thread."""
     remember(f"got {exception.__name__} during the call, which is raised when the thread is back in Python")
 
 

@@ -40,7 +40,8 @@ class CContext(ctypes.Structure):
 def tensor(address: int | None, name: str) -> Tensor:
     """The caller's memory that the NumbaPrefixTensor at `address` describes, in place.
 
-    Raises Refusal for what cannot be an array in memory; what an argument needs is judged by problem.py.
+    Raises Refusal for anything that cannot be an array in memory; inputs/problem.py checks what an
+    argument needs.
     """
     if not address:
         raise Refusal(Status.ERROR_INVALID_TENSOR_ADDR, f"{name}: got NULL, expected a tensor")
@@ -66,7 +67,8 @@ def optional_tensor(address: int | None, name: str) -> Tensor | None:
 
 
 def context(address: int | None) -> Context | None:
-    """Raises Refusal for an unknown target; the number of threads is judged by front.py."""
+    """The caller's context. Raises Refusal for an unknown target; front/encoder.py checks the
+    number of threads."""
     if not address:
         return None
     given = CContext.from_address(address)
@@ -83,7 +85,8 @@ def buffer(address: int, size: int, name: str) -> Tensor:
 
 
 def _extents(given: CTensor, name: str) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Shape and strides. Strides that no element's place depends on are made dense: they may be any numbers."""
+    """Shape and strides. Strides that no element's address depends on may hold any numbers; they
+    are made dense."""
     if not 1 <= given.num_dims <= MAX_DIMS:
         raise Refusal(
             Status.ERROR_INVALID_TENSOR_DIM_NUM, f"{name}: got {given.num_dims} axes, expected 1 to {MAX_DIMS}"
@@ -101,8 +104,12 @@ def _extents(given: CTensor, name: str) -> tuple[tuple[int, ...], tuple[int, ...
 
 
 def _check_memory(data: int, shape: tuple[int, ...], strides: tuple[int, ...], item_bytes: int, name: str) -> None:
-    """Of a shape's size zeros don't count, as with NumPy: strides of an empty array have to be numbers too. Elements count
-    as if they had 8 bytes, because lengths and tables of other types are copied to wider ones."""
+    """Raise Refusal for memory that no address space can hold.
+
+    Zero-length axes are ignored in the overflow check (as NumPy does), because strides of empty
+    arrays must still be valid. Elements count as 8 bytes, because lengths and tables of other types
+    are copied to wider ones.
+    """
     first, end = span(shape, strides)
     is_within = data + first * item_bytes >= 0 and data + end * item_bytes <= sys.maxsize
     if math.prod(n or 1 for n in shape) * 8 > sys.maxsize or not is_within:

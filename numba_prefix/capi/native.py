@@ -1,9 +1,10 @@
 """Native entry points: the few instructions between a C caller and a Python function.
 
-A ctypes callback would do but for exceptions: what is raised as a callback begins (the Ctrl-C that arrived while C code
-ran, most likely) is printed and lost there, and the C caller is returned a status that nobody set. So LLVM, which Numba
-brings, compiles entry points of our own: they have a status before Python is entered, and hand an exception that comes
-out of Python on to the thread's next steps in Python.
+A ctypes callback is not enough because of exceptions: one that is raised as a callback begins (most
+likely a Ctrl-C that arrived while C code ran) is printed and lost there, and the C caller gets a
+status that was never set. So LLVM, which Numba brings, compiles entry points of our own: they have
+a status before they enter Python, and hand an exception that leaves a body to the thread's next
+steps in Python.
 """
 
 from __future__ import annotations
@@ -26,8 +27,9 @@ _PYTHON_API = (
     "Py_IsInitialized", "PyGILState_Ensure", "PyGILState_Release", "PyLong_FromVoidPtr", "PyObject_CallOneArg", "Py_IncRef",
     "Py_DecRef", "PyErr_Occurred", "PyErr_Clear", "PyThread_get_thread_ident", "PyThreadState_SetAsyncExc",
 )  # fmt: skip
-# uwtable: CPython ends a thread that asks for the GIL after the interpreter's end by unwinding its stack, through here.
-# The exception is set anew only once nothing is left to do in Python here: it is raised at the thread's next bytecode.
+# uwtable: CPython ends a thread that asks for the GIL after the interpreter's end by unwinding its
+# stack, through here. The exception is set again only after the last step in Python: it is raised
+# at the thread's next bytecode.
 _CALL_PYTHON = """
 define internal void @call_python(ptr %call, ptr %body, ptr %interrupted) uwtable {{
   %is_up = call i32 {Py_IsInitialized}()
@@ -66,8 +68,9 @@ end:
 
 @dataclass(frozen=True, slots=True)
 class Export:
-    """A C function: `body` is called with the address of a `parameters`, whose first field is the int64 result (`result`
-    until the body sets it), and whose others are the function's parameters in order."""
+    """A C function. Its `body` is called with the address of a `parameters`: the first field is the
+    int64 result (`result` until the body sets it), the others are the function's parameters in
+    order."""
 
     name: str
     parameters: type[ctypes.Structure]
@@ -76,9 +79,10 @@ class Export:
 
 
 def native_functions(exports: Sequence[Export], interrupted: Callable[[type[BaseException]], None]) -> tuple[int, ...]:
-    """Addresses of the C functions. `interrupted` is told of an exception that comes out of a body, on its thread.
+    """Addresses of the C functions. `interrupted` is called, on the same thread, with an exception
+    that leaves a body.
 
-    Python functions are kept as long as the code is, which is forever.
+    The Python functions are kept as long as the code is, which is forever.
     """
     python = {name: constant(address_of(getattr(ctypes.pythonapi, name))) for name in _PYTHON_API}
     keep_forever(interrupted)
@@ -90,12 +94,13 @@ def native_functions(exports: Sequence[Export], interrupted: Callable[[type[Base
 
 
 def keep_forever(thing: Any) -> None:
-    """Never freed, not even when the interpreter ends."""
+    """Keep an object alive, even when the interpreter ends."""
     ctypes.pythonapi.Py_IncRef(ctypes.py_object(thing))
 
 
 def _entry(export: Export, body: str, interrupted: str) -> str:
-    """The function in LLVM's language: parameters go into a struct, laid out as ctypes does, and the result comes back."""
+    """The function as LLVM IR: parameters go into a struct, laid out as ctypes does, and the result
+    comes back."""
     (_, result), *fields = [(name, kind) for name, kind, *_ in export.parameters._fields_]
     frame = f"{{{', '.join([_TYPES[result], *(_TYPES[kind] for _, kind in fields)])}}}"
     declared = ", ".join(f"{_TYPES[kind]} %{name}" for name, kind in fields)

@@ -10,7 +10,7 @@ from numba_prefix.inputs.errors import TargetUnavailableError
 
 
 class Status(IntEnum):
-    """Those of ATB's ErrorType (atb/types.h) that occur, with its numbers."""
+    """The members of ATB's ErrorType (atb/types.h) that occur, with its numbers."""
 
     NO_ERROR = 0
     ERROR_INVALID_PARAM = 1
@@ -28,14 +28,14 @@ class Status(IntEnum):
 
 
 class Refusal(ValueError):
-    """An argument that only C can give, with the status it deserves."""
+    """An error that only C callers can make, and its status."""
 
     def __init__(self, status: Status, text: str) -> None:
         super().__init__(text)
         self.status = status
 
 
-# How messages about arguments begin, everywhere in this package.
+# The beginning of every message about an argument in this package.
 _ABOUT_AN_ARGUMENT = re.compile(r"\w+: got (dtype|shape)?")
 _OF_TENSORS = {"dtype": Status.ERROR_INVALID_TENSOR_DTYPE, "shape": Status.ERROR_INVALID_TENSOR_DIM}
 
@@ -54,14 +54,16 @@ def status_of(error: Exception) -> Status:
     return Status.ERROR_INTERNAL_ERROR
 
 
-# By thread ident and not in a threading.local: a thread that Python did not start has no state there between its calls.
-# Idents come back with later threads, so few entries are ever needed; those of the oldest failures go first.
+# Keyed by thread ident instead of a threading.local: a thread that Python did not start has no
+# state there between its calls. Later threads reuse idents, so few texts are ever needed; those of
+# the oldest failures go first.
 _texts: dict[int, str] = {}
 MOST_TEXTS = 4096
 
 
 def remember(text: str) -> None:
-    """What the calling thread's last call has to say; "" if it went well."""
+    """Store the outcome of the calling thread's last call: an error's text, or "" if it went
+    well."""
     me = threading.get_ident()
     _texts.pop(me, None)
     if text:

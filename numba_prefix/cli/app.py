@@ -1,4 +1,4 @@
-"""The arguments of every command, and what an error or an interruption means for the exit code."""
+"""The arguments of every command, and the exit codes of errors and interruptions."""
 
 from __future__ import annotations
 
@@ -32,13 +32,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
         return EXIT_INTERRUPTED
-    except BrokenPipeError:  # whoever read stdout has left; the interpreter must not flush into it either
+    # The reader of stdout has left; the interpreter must not flush into it either.
+    except BrokenPipeError:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return EXIT_OK
 
 
 def _check_environment() -> None:
-    """Before a command has read a file or compiled anything."""
+    """Report wrong environment variables before a command has read a file or compiled anything."""
     from numba_prefix.cpu.isa import forced_path
     from numba_prefix.runtime.num_threads import thread_cap
 
@@ -50,7 +51,7 @@ def _check_environment() -> None:
 
 
 def _command(name: str) -> Callable[[argparse.Namespace], int]:
-    """A command's function. Commands bring Numba with them, `--help` does not."""
+    """A command's function. Commands import Numba, `--help` does not."""
     if name == "run":
         from numba_prefix.cli import run
 
@@ -112,6 +113,13 @@ def _add_run(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> N
     parser.add_argument("--mask-type", type=_mask_type, help="name or number, instead of the file's")
     parser.add_argument("--qk-scale", type=float, help="instead of the file's")
     parser.add_argument("--target", choices=("auto", "cpu", "cuda", "reference"), default="auto")
+    parser.add_argument(
+        "--compare",
+        type=_compared,
+        metavar="NAME,...",
+        help="compute on each of these targets and instruction-set paths (cpu cuda reference amx avx512_bf16 vector), judge the "
+        "outputs by the oracle, and name the first wrong row, head and key tile",
+    )
     _add_threads(parser)
 
 
@@ -181,6 +189,16 @@ def _add_chat_demo(commands: argparse._SubParsersAction[argparse.ArgumentParser]
 
 def _add_threads(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--threads", type=_positive, metavar="N", help="most CPU threads (default: all it may use)")
+
+
+def _compared(text: str) -> list[str]:
+    from numba_prefix.verify.compare import NAMES
+
+    names = text.split(",")
+    for name in names:
+        if name not in NAMES:
+            raise argparse.ArgumentTypeError(f"got {name!r}, expected names of {', '.join(NAMES)}")
+    return names
 
 
 def _positive(text: str) -> int:

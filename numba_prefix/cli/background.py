@@ -1,4 +1,5 @@
-"""Work that Ctrl-C can end: LLVM compiles for many seconds without letting the interpreter see a signal."""
+"""Work that Ctrl-C can end: LLVM compiles for many seconds without letting the interpreter see a
+signal."""
 
 from __future__ import annotations
 
@@ -13,7 +14,8 @@ Result = TypeVar("Result")
 
 
 def interruptible(work: Callable[[], Result]) -> Result:
-    """What work() returns or raises, done in another thread. Ctrl-C ends the process at once."""
+    """Return or raise the outcome of work(), done in another thread. Ctrl-C ends the process at
+    once."""
     results: list[Result] = []
     errors: list[BaseException] = []
 
@@ -30,7 +32,8 @@ def interruptible(work: Callable[[], Result]) -> Result:
             thread.join(0.1)
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr, flush=True)
-        os._exit(EXIT_INTERRUPTED)  # an orderly end would take LLVM down while the thread is inside it
+        # An orderly end would take LLVM down while the thread is inside it.
+        os._exit(EXIT_INTERRUPTED)
     if errors:
         raise errors[0]
     return results[0]

@@ -30,7 +30,8 @@ from numba_prefix.verify.testing import (
 from numba_prefix.verify.warmup import first_run
 
 SHAPE = ("q_len", "kv_len", "batch", "heads", "kv_heads", "head_size", "block_size", "dtype")
-GATE_ROWS, GATE_ELEMENTS = 24, 2e8  # so that the oracle reads no more elements of keys than about this
+# Limits of the rows that the oracle checks and of the elements of keys that it reads for them.
+GATE_ROWS, GATE_ELEMENTS = 24, 2e8
 ITEM_BYTES = {"float16": 2, "bfloat16": 2, "float32": 4}
 ASSUMPTIONS = (
     "flops are 4 * head_size for each head and visible pair of query and key",
@@ -90,7 +91,8 @@ def _inputs(arguments: argparse.Namespace) -> Inputs:
 
 
 def _gate(inputs: Inputs, op: Op, out: Any) -> dict[str, Any]:
-    """Some rows of the first run against the oracle, and no row left unwritten."""
+    """The check of some rows of the first run against the oracle, and that every row was
+    written."""
     problem = op.problem
     elements = max(inputs.kv_seq_len) * problem.kv_head_num * problem.head_size
     rows, cut = sample_rows(inputs, problem, max(2, min(GATE_ROWS, int(GATE_ELEMENTS / elements))))
@@ -109,7 +111,8 @@ def _gate(inputs: Inputs, op: Op, out: Any) -> dict[str, Any]:
 
 
 def _times(op: Op, out: Any, rounds: int) -> list[float]:
-    """Seconds of each round. Output and workspace are touched before, so that no round meets fresh pages."""
+    """Seconds of each round. Output and workspace are touched before, so that no round touches new
+    memory pages."""
     workspace = np.zeros(op.workspace_size, np.uint8)
     times = []
     for _ in range(rounds):

@@ -1,4 +1,5 @@
-"""`chat-demo`: a language model answers several requests that share one long system prompt, of which the pages are shared."""
+"""`chat-demo`: a language model answers several requests that share the blocks of one long system
+prompt."""
 
 from __future__ import annotations
 
@@ -39,11 +40,12 @@ QUESTIONS = (
 
 @dataclass(frozen=True, slots=True)
 class Session:
-    """All requests answered once, one system prompt in each."""
+    """The answers to all requests, one system prompt in each, and their cost."""
 
     answers: list[list[int]]
     prompt_tokens: int  # of all requests
-    computed_tokens: int  # of those, put through the network: the others' keys and values were found in pages
+    # Those put through the network: keys and values of the others were found in the cache.
+    computed_tokens: int
     plans: int
     layer_runs: int
     seconds: float
@@ -106,7 +108,7 @@ def _prompt(tokenizer: Any, question: str) -> list[int]:
 
 
 def _answer(model: Any, prompts: list[list[int]], max_new_tokens: int, *, is_shared: bool) -> Session:
-    """The first request comes alone, the others together."""
+    """Answer the first request alone, then the others together."""
     from transformers import ContinuousBatchingConfig, GenerationConfig
 
     from numba_prefix.integrations.transformers import counts
@@ -140,7 +142,8 @@ def _answer(model: Any, prompts: list[list[int]], max_new_tokens: int, *, is_sha
                 answers[output.request_id] = output.generated_tokens
     elapsed, after = time.perf_counter() - began, counts()
     listed = [answers[str(i)] for i in range(len(prompts))]
-    decoded = sum(len(tokens) - 1 for tokens in listed)  # a request's first token comes of its prompt
+    # A request's first token comes from its prompt.
+    decoded = sum(len(tokens) - 1 for tokens in listed)
     return Session(
         listed,
         sum(map(len, prompts)),

@@ -1,4 +1,4 @@
-"""`info`: what this machine offers and what would be used. Compiles nothing."""
+"""`info`: the machine's features and what a call would use. Compiles nothing."""
 
 from __future__ import annotations
 
@@ -22,7 +22,8 @@ from numba_prefix.inputs.errors import TargetUnavailableError
 from numba_prefix.inputs.problem import FLOAT_DTYPES
 from numba_prefix.runtime import num_threads
 
-# By LLVM's names: what kernels are built for, what converts 16-bit floats, what multiplies them.
+# LLVM's names of features: for building kernels, for converting 16-bit floats, for multiplying
+# them.
 FEATURES = {
     "x86": (
         *("sse4.1", "avx", "avx2", "fma", "f16c", "avx512f", "avx512bw", "avx512vl", "avx512bf16", "avx512fp16"),
@@ -107,7 +108,7 @@ def thread_report() -> dict[str, Any]:
 
 
 def cache_report() -> dict[str, Any]:
-    """Where compiled kernels are kept, and whether they can be."""
+    """The directory of compiled kernels, and whether it can be written."""
     from numba_prefix.runtime.disk_cache import cache_directory, is_trusted
 
     directory = cache_directory()
@@ -144,7 +145,7 @@ def cache_report() -> dict[str, Any]:
 
 
 def _cuda() -> dict[str, Any]:
-    """Ask the front for the CUDA target; planning stops before any kernel is needed."""
+    """Whether the CUDA target can run; planning stops before any kernel is needed."""
     q, cache, table_row = (
         np.zeros((1, 1, 16), np.float32),
         np.zeros((1, 1, 1, 16), np.float32),
@@ -156,7 +157,7 @@ def _cuda() -> dict[str, Any]:
         )
     except TargetUnavailableError as error:
         return {"is_available": False, "reason": str(error).rpartition(": ")[2]}
-    except ValueError:  # it runs, but not on arrays in CPU memory
+    except ValueError:  # CUDA runs, but not on arrays in CPU memory
         pass
     return {"is_available": True, "reason": "used for CUDA arrays"}
 

@@ -1,4 +1,4 @@
-"""`inspect`: what kernels take of a GPU (registers, spills, shared memory), on any machine."""
+"""`inspect`: the registers, spills and shared memory that kernels take on a GPU, on any machine."""
 
 from __future__ import annotations
 

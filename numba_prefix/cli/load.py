@@ -1,4 +1,4 @@
-"""Reading a problem from an npz file, and writing a result to one."""
+"""Readers of a problem from an npz file, and the writer of a result to one."""
 
 from __future__ import annotations
 
@@ -29,11 +29,12 @@ MAX_TEXT_BYTES = 4096
 class Loaded:
     name: str  # for messages
     inputs: Inputs
-    texts: dict[str, str] = field(default_factory=dict)  # what the file says about itself
+    texts: dict[str, str] = field(default_factory=dict)  # the file's description of itself
 
 
 def load(file: str | None) -> Loaded:
-    """The problem in a file, or the package's sample (None). Raises UsageError for whatever is wrong with the file."""
+    """The problem in a file, or the package's sample (None). Raises UsageError for anything wrong
+    with the file."""
     if file is None:
         name = f"{SAMPLE} (comes with the package)"
         try:
@@ -67,7 +68,8 @@ def _read(source: Any, name: str) -> tuple[dict[str, Any], dict[str, str]]:
         opened = np.load(source, allow_pickle=False)
     except OSError as error:
         raise UsageError(f"{name}: {error.strerror or error}") from error
-    except Exception as error:  # whatever a parser says about foreign bytes, they are not an npz
+    # Any error of a parser means the same: the bytes are not an npz.
+    except Exception as error:
         raise UsageError(f"{name}: got something else, expected an npz file") from error
     if not isinstance(opened, np.lib.npyio.NpzFile):
         raise UsageError(f"{name}: got a single array, expected an npz file")
@@ -94,14 +96,15 @@ def _read(source: Any, name: str) -> tuple[dict[str, Any], dict[str, str]]:
 
 
 def _readable(opened: np.lib.npyio.NpzFile) -> Iterator[str]:
-    """The known keys, and others that are small enough for a line."""
+    """The known keys, and others that are small enough to show on a line."""
     entries = opened.zip.infolist() if opened.zip is not None else []
     sizes = {entry.filename.removesuffix(".npy"): entry.file_size for entry in entries}
     return (k for k in opened.files if k in ARRAYS or k in SCALARS or sizes.get(k, 0) <= MAX_TEXT_BYTES)
 
 
 def _item(array: NDArray[Any]) -> Any:
-    """The only element. NumPy makes a text of any 32-bit numbers, which the interpreter then chokes on: those are replaced."""
+    """The only element. NumPy makes a text of any 32-bit numbers, on which the interpreter raises
+    an error: invalid ones are replaced."""
     if array.dtype.kind == "U" and array.dtype.itemsize:
         native = np.ascontiguousarray(array.reshape(1)).astype(array.dtype.newbyteorder("="))
         codes = native.view(np.uint32).tolist()
@@ -117,14 +120,14 @@ def _scalar(array: NDArray[Any], key: str, name: str) -> Any:
 
 
 def _bfloat16(array: NDArray[Any], key: str, name: str) -> Any:
-    """NumPy itself stores bfloat16 of ml_dtypes as two bytes of no type."""
+    """The array as bfloat16: NumPy stores ml_dtypes.bfloat16 as two bytes without a type."""
     if array.dtype not in (np.dtype(np.uint16), np.dtype("V2")):
         raise UsageError(f"{name}: {key}: got dtype {array.dtype}, expected uint16 with dtype='bfloat16'")
     return bfloat16_array(np.ascontiguousarray(array).view(np.uint16), key)
 
 
 def check_writable(file: str, source: str | None, force: bool) -> None:
-    """Raise UsageError where a result must not be, or cannot be, written."""
+    """Raise UsageError where a result must not, or cannot, be written."""
     path = Path(file)
     if path.exists():
         if path.is_dir():
@@ -138,7 +141,8 @@ def check_writable(file: str, source: str | None, force: bool) -> None:
 
 
 def save(file: str, out: Any, lse: NDArray[np.float32], force: bool) -> None:
-    """Write out (bfloat16 as uint16, with dtype="bfloat16") and lse. Raises UsageError where that fails."""
+    """Write out (bfloat16 as uint16, with dtype="bfloat16") and lse. Raises UsageError where that
+    fails."""
     t = describe(out, "out")
     values = stored_bits(out) if t.dtype == "bfloat16" else np.asarray(out)
     try:

@@ -19,7 +19,8 @@ from numba_prefix.inputs.arrays import describe
 from numba_prefix.inputs.errors import TargetUnavailableError
 from numba_prefix.inputs.mask_types import MaskType, alibi_slopes
 from numba_prefix.reference.oracle import Budget
-from numba_prefix.verify.testing import Inputs, flops, on_host
+from numba_prefix.verify.compare import Fault, compare
+from numba_prefix.verify.testing import Inputs, flops, on_host, with_heads
 from numba_prefix.verify.warmup import first_run
 
 MIN_RUNS, MAX_RUNS = 3, 50
@@ -30,6 +31,8 @@ def command(arguments: argparse.Namespace) -> int:
     if arguments.out is not None:
         check_writable(arguments.out, arguments.file, arguments.force)
     loaded = load(arguments.file)
+    if arguments.compare is not None:
+        return _compare(loaded, arguments)
     try:
         inputs, remarks = _overridden(loaded.inputs, arguments.mask_type, arguments.qk_scale)
         began = time.perf_counter()
@@ -54,6 +57,43 @@ def command(arguments: argparse.Namespace) -> int:
     return 0 if report["ok"] else 1
 
 
+def _compare(loaded: Loaded, arguments: argparse.Namespace) -> int:
+    """Judge the problem on several targets and paths, and say where the first wrong element is."""
+    if arguments.out is not None:
+        raise UsageError("--compare: got --out too, expected one of them")
+    try:
+        inputs, remarks = _overridden(loaded.inputs, arguments.mask_type, arguments.qk_scale)
+        with table.slow("computing on each of them, and the float64 oracle"):
+            judged = interruptible(lambda: compare(with_heads(inputs), arguments.compare, arguments.threads))
+    except TargetUnavailableError as error:
+        raise UsageError(error) from error
+    except (TypeError, ValueError) as error:
+        raise UsageError(f"{loaded.name}: {error}") from error
+    is_ok = all(one.error.ok and one.fault is None for one in judged)
+    report = {"command": "run", "input": loaded.name, "remarks": remarks, "compared": list(map(asdict, judged))}
+    if arguments.json:
+        table.emit_json(report | {"ok": is_ok})
+    else:
+        rows = [("input", table.one_line(loaded.name)), *(("", remark) for remark in remarks), ("", "")]
+        for one in judged:
+            rows += [(one.name, one.reason), ("", f"out: {error_text(asdict(one.error))}")]
+            rows += [("", text) for text in fault_texts(one.fault)]
+        table.emit(table.pairs(rows))
+    return 0 if is_ok else 1
+
+
+def fault_texts(fault: Fault | None) -> list[str]:
+    if fault is None:
+        return ["every element is right"]
+    place = f"sequence {fault.sequence}, row {fault.row}, head {fault.head}, element {fault.dim}"
+    texts = [f"FIRST WRONG: {place}: got {fault.got:.6g}, expected {fault.expected:.6g}"]
+    if not fault.is_alone:
+        return [*texts, "the sequence alone is right: look at what batch mates share (work list, scratch, tables)"]
+    if fault.keys is None:
+        return [*texts, "each key tile alone is right: look at what joins them (running softmax, splits)"]
+    return [*texts, f"first key tile that is wrong alone: keys {fault.keys[0]} to {fault.keys[1] - 1}"]
+
+
 def time_runs(op: Op) -> list[float]:
     """Seconds of some further runs."""
     workspace = None if op.target == "cuda" else np.empty(op.workspace_size, np.uint8)
@@ -69,7 +109,8 @@ def time_runs(op: Op) -> list[float]:
 
 
 def _overridden(inputs: Inputs, mask_type: Any, qk_scale: float | None) -> tuple[Inputs, list[str]]:
-    """The file's problem with what the command line says instead, and remarks about what follows from that."""
+    """The file's problem with what the command line says instead, and remarks about what follows
+    from that."""
     remarks: list[str] = []
     if qk_scale is not None:
         inputs = replace(inputs, qk_scale=qk_scale)

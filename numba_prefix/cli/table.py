@@ -1,4 +1,4 @@
-"""What commands print: aligned tables, one JSON object, lines about progress."""
+"""Output of the commands: aligned tables, one JSON object, lines about progress."""
 
 from __future__ import annotations
 
@@ -10,15 +10,16 @@ import threading
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-SLOW_SECONDS = 1.0  # work that is done sooner is not announced
+SLOW_SECONDS = 1.0  # faster work is not announced
 
 
 class UsageError(Exception):
-    """What the user gave cannot be used; the message is one line."""
+    """An error of the user's input; the message is one line."""
 
 
 def pairs(rows: Sequence[tuple[str, str]]) -> str:
-    """Names and texts in two columns; a name of "" continues the row above, ("", "") is an empty line."""
+    """Names and texts in two columns; a name of "" continues the row above, ("", "") is an empty
+    line."""
     width = max(len(name) for name, _ in rows)
     return "\n".join(f"{name:<{width}}  {text}".rstrip() for name, text in rows)
 
@@ -30,30 +31,30 @@ def columns(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
 
 
 def emit(text: str) -> None:
-    """Print on stdout, whatever its encoding can hold."""
+    """Print on stdout; characters that its encoding lacks are replaced."""
     encoding = sys.stdout.encoding or "utf-8"
     print(text.encode(encoding, "replace").decode(encoding))
 
 
 def emit_json(report: dict[str, Any]) -> None:
-    """Print one JSON object; NaN and infinities, which JSON has not, become null."""
+    """Print one JSON object; NaN and infinities, which JSON does not have, become null."""
     emit(json.dumps(_plain(report), indent=2, allow_nan=False))
 
 
 def note(text: str) -> None:
-    """A line for whoever watches, on stderr."""
+    """Print a line on stderr, for a person at the terminal."""
     print(one_line(text), file=sys.stderr, flush=True)
 
 
 def one_line(text: Any) -> str:
-    """Printable ASCII on one line: names and texts may come from somebody's file."""
+    """Printable ASCII on one line: names and texts may come from an untrusted file."""
     line = " ".join(str(text).split())
     return "".join(c if c.isprintable() else "?" for c in line).encode("ascii", "backslashreplace").decode()
 
 
 @contextlib.contextmanager
 def slow(text: str) -> Iterator[None]:
-    """Say on stderr what is being done, if it takes long."""
+    """Announce the work on stderr if it takes long."""
     timer = threading.Timer(SLOW_SECONDS, note, [f"{text} ..."])
     timer.daemon = True
     timer.start()
@@ -75,7 +76,7 @@ def shape(dtype: str, sizes: Sequence[int]) -> str:
 
 
 def lengths(values: Sequence[int]) -> str:
-    """All of a few lengths, the range of many."""
+    """The lengths as text: each of a few, the range of many."""
     listed = ", ".join(map(str, values))
     if len(listed) <= 60:
         return listed

@@ -1,4 +1,4 @@
-"""`warmup`: compile ahead, verify, say what it took."""
+"""`warmup`: compile ahead, verify, report the cost."""
 
 from __future__ import annotations
 
@@ -40,7 +40,8 @@ def command(arguments: argparse.Namespace) -> int:
 
 
 def tell(kernel: dict[str, Any], number: int, of: int) -> None:
-    """A line about a kernel that took long: there may be many."""
+    """Print a line about a kernel that took long; others, of which there may be many, are left
+    out."""
     if kernel["seconds"] >= table.SLOW_SECONDS:
         took = f"{SOURCES[kernel['source']]}, {table.seconds(kernel['seconds'])}"
         table.note(f"{number} of {of}: {kernel['name']} for {kernel['cc']} ({took})")

@@ -1,4 +1,4 @@
-"""Which kernels were compiled or loaded while some code ran, and how long each took."""
+"""Kernels that were compiled or loaded while some code ran, and how long each took."""
 
 from __future__ import annotations
 
@@ -28,12 +28,13 @@ def kernels() -> list[Any]:
 
 
 def _counts(kernel: Any) -> tuple[int, int]:
-    """How often a kernel was loaded and compiled so far."""
+    """Numbers of times that a kernel was loaded and compiled so far."""
     return sum(kernel.stats.cache_hits.values()), sum(kernel.stats.cache_misses.values())
 
 
 class _FirstCalls(event.Listener):
-    """Times Numba's compiler lock, which a kernel's first call holds while it is loaded or compiled."""
+    """Times Numba's compiler lock, which a kernel's first call holds while it is loaded or
+    compiled."""
 
     def __init__(self) -> None:
         self.found: list[KernelTime] = []

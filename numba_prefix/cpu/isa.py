@@ -1,4 +1,5 @@
-"""Which instruction-set path a dtype takes here. Imports Numba only when asked what the machine has."""
+"""Choice of the instruction-set path that a dtype takes here. Imports Numba only when asked what
+the machine has."""
 
 from __future__ import annotations
 
@@ -11,19 +12,22 @@ VARIABLE = "NUMBA_PREFIX_ISA"
 
 
 def path_of(dtype: str) -> Path:
-    """The path that a call takes: the best one for its dtype, from the forced one on. Raises as forced_path does."""
+    """The path that a call takes: the best one for its dtype, from the forced one on. Raises as
+    forced_path does."""
     return _best_from(forced_path() or PATHS[0], dtype, len(_wrong))
 
 
 @functools.cache
 def _best_from(first: Path, dtype: str, num_wrong: int) -> Path:
-    """num_wrong: paths given up so far. Only a part of the cache's key: giving one up invalidates earlier answers."""
+    """num_wrong: paths given up so far. Only a part of the cache's key: giving one up invalidates
+    earlier answers."""
     candidates = PATHS[PATHS.index(first) :]
     return next(path for path in candidates if dtype in path.dtypes and not obstacle(path))
 
 
 def forced_path() -> Path | None:
-    """What NUMBA_PREFIX_ISA names; None for nothing. Raises ValueError if that is no path, or one that cannot be used here."""
+    """The path that NUMBA_PREFIX_ISA names, or None. Raises ValueError if that is no path, or one
+    that cannot be used here."""
     forced = os.environ.get(VARIABLE, "").strip()
     if not forced:
         return None

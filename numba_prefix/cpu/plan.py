@@ -1,4 +1,5 @@
-"""Plans of the CPU target: everything about a run that depends neither on where the arrays are nor on what they hold."""
+"""Plans of the CPU target: everything about a run that depends neither on where the arrays are nor
+on what they hold."""
 
 from __future__ import annotations
 
@@ -23,11 +24,12 @@ from numba_prefix.runtime import openmp
 
 cut_tiles = kernel(tiling.cut_tiles)
 
-# A helper costs about 100 us to wake, in which a thread does this much: with less for each, fewer are woken. Measured: 9
-# MFLOP take 145 us on one thread and 153 us on two.
+# A helper costs about 100 us to wake, in which a thread does this much: with less for each, fewer
+# are woken. Measured: 9 MFLOP take 145 us on one thread and 153 us on two.
 FLOPS_PER_WORKER = 8e6
 FLOPS_PER_LENT_WORKER = 0.6e6  # of PyTorch's, which are awake: two threads take 0.93 of one's time with 1.2 MFLOP
-# Compiled code is left about this often, so that Ctrl-C is seen; 50e9 is a guess of one thread's speed to translate it.
+# Compiled code is left about this often, so that Ctrl-C is seen; 50e9 is a guess of one thread's
+# speed to translate it.
 FLOPS_PER_VISIT = 0.05 * 50e9
 MAX_TALL_HEAD_SIZE = 128  # larger heads would not leave L2 caches of 512 KB enough
 MAX_KEPT_BATCH = 64  # so that plans which are kept are small
@@ -36,7 +38,7 @@ MAX_WORKERS = 512  # helpers sleep for the life of the process: no slip of num_t
 
 @dataclass(frozen=True, slots=True, eq=False)
 class CpuPlan:
-    """What any number of runs share. Arrays are read-only."""
+    """The share of any number of runs that depends neither on arrays nor on what they hold."""
 
     path: Path
     layout: Layout
@@ -63,9 +65,10 @@ def kept_plan(
     is_part: bool = False,
     pool: str = "own",
 ) -> CpuPlan:
-    """A plan for checked arguments, of the last ones if it was made lately: layers of a network ask for the same one after the
-    other. Lengths are int64 [batch], held_blocks bool [batch, max_block_num] (None: all). is_part: lse leaves out what
-    kv_runs.part_shift says. pool: whose threads help, as a Context says."""
+    """A plan for checked arguments, of the last ones if it was made lately: layers of a network ask
+    for the same one after the other. Lengths are int64 [batch], held_blocks bool [batch,
+    max_block_num] (None: all). is_part: lse leaves out what kv_runs.part_shift says. pool: whose
+    threads help, as a Context says."""
     if held_blocks is None and problem.batch <= MAX_KEPT_BATCH:
         return _kept_plan(path, problem, q_len.tobytes(), kv_len.tobytes(), num_threads, is_part, pool)
     return make_plan(path, problem, q_len, kv_len, num_threads, held_blocks, is_part, pool)
@@ -133,7 +136,7 @@ def make_plan(
 
 @functools.cache
 def _scratch(path: Path | None, dtype: str, head_size: int, tile_rows: int) -> Scratch:
-    """Of a path's tiles, or of decode tiles, which are the same on all paths (None)."""
+    """Scratch for a path's tiles, or for decode tiles, which are the same on all paths (None)."""
     return decode_scratch(head_size) if path is None else path.scratch(dtype, head_size, tile_rows)
 
 
@@ -149,8 +152,9 @@ def _item_heads(entries: int, kv_heads: int, num_threads: int) -> int:
 def tile_rows(
     path: Path, problem: Problem, q_len: NDArray[np.int64], kv_len: NDArray[np.int64], num_threads: int
 ) -> NDArray[np.int64]:
-    """Rows of each sequence's tiles, int64 [batch]. Results must not depend on the number of threads, so only sequences whose
-    keys are never split get taller tiles than BLOCK_M; and a tile has to be done soon enough for Ctrl-C."""
+    """Rows of each sequence's tiles, int64 [batch]. Results must not depend on the number of
+    threads, so only sequences whose keys are never split get taller tiles than BLOCK_M; and a tile
+    has to be done soon enough for Ctrl-C."""
     rows = q_len * problem.group_size
     least = path.tiles_per_thread * num_threads
     low = np.full(len(rows), BLOCK_M, np.int64)

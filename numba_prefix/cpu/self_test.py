@@ -17,7 +17,8 @@ from numba_prefix.inputs.problem import Operands, Problem
 
 HEAD_SIZE, BLOCK_SIZE = 48, 16
 Q_LEN, KV_LEN = 37, 165  # two strips that meet keys twice, none of them full
-# In units of the largest output: the formats' rounding is 2e-3 and 2e-4, anything left out or put elsewhere is 1.
+# In units of the largest output: the formats' rounding is 2e-3 and 2e-4, anything left out or put
+# elsewhere is 1.
 TOLERANCE = {"bfloat16": 0.02, "float16": 0.002}
 
 Compute = Callable[[Problem, Operands, NDArray[np.int64], NDArray[np.int64]], None]

@@ -28,7 +28,8 @@ from numba_prefix.runtime.num_threads import capped, resolved
 from numba_prefix.runtime.pool import run_together
 from numba_prefix.runtime.signal_guard import uninterrupted
 
-# Instructions for pairs take products below 2**-126 as 0, which a larger scale would make scores of.
+# Instructions for pairs take products below 2**-126 as 0, which a larger scale would make scores
+# of.
 MAX_PAIRS_SCALE = 2.0**60
 CANCELLED = 1 << 62  # a queue counter at which no item is left
 
@@ -89,8 +90,8 @@ def plan(
     pool: str = "own",
     path_name: str | None = None,
 ) -> CpuPlan:
-    """A plan on the path of that name; None: on the one that this problem takes. Other arguments
-    as kept_plan's."""
+    """A plan on the path of that name, or the one that this problem takes. Other arguments as
+    kept_plan's."""
     # Partial results are float32, and probabilities rounded to bfloat16 would show in them.
     needs_float32 = is_part or abs(problem.qk_scale) > MAX_PAIRS_SCALE
     dtype = "float32" if needs_float32 else problem.dtype
@@ -104,8 +105,8 @@ def reason(path: Path) -> str:
 
 @functools.cache
 def make_ready(path: Path) -> bool:
-    """Have a path's kernel compiled, or loaded, and all done that Numba does at a first call of any. False if it computes
-    wrong results here: no call takes that path then."""
+    """Have a path's kernel compiled, or loaded, and all done that Numba does at a first call of
+    any. False if it computes wrong results here: no call takes that path then."""
     uninterrupted(lambda: _call_without_work(path))
     is_right = path.is_exact or all(
         self_test.is_right(dtype, functools.partial(_compute, path)) for dtype in path.dtypes
@@ -153,7 +154,7 @@ def _call_without_work(path: Path) -> None:
 
 @functools.cache
 def cutter() -> Cutter:
-    """What cuts the work of any target's plan into tiles, ready to be called."""
+    """The compiled function that cuts the work of any target's plan into tiles."""
     uninterrupted(_cut_no_work)
     return cut_tiles
 
@@ -174,12 +175,13 @@ def run(
     memory: Any,
     num_threads: int | None = None,
 ) -> None:
-    """Computes what `bound` (from bind) is about. One bound call may run on several threads at once, each with its own
-    workspace.
+    """Computes what `bound` (from bind) is about. One bound call may run on several threads at
+    once, each with its own workspace.
 
-    workspace_address: of at least plan.workspace_bytes, at any alignment; what it held is overwritten.
-    memory: whatever owns the buffers; held until the last thread is done with them, even if this one is interrupted.
-    num_threads: at most this many, where that is fewer than planned. A cap that was set since the plan was made holds too.
+    workspace_address: of at least plan.workspace_bytes, at any alignment; what it held is
+    overwritten. memory: whatever owns the buffers; held until the last thread is done with them,
+    even if this one is interrupted. num_threads: at most this many, where that is fewer than
+    planned. A cap that was set since the plan was made holds too.
     """
     layout = plan.layout
     if layout.total_bytes == 0:

@@ -7,12 +7,11 @@ from dataclasses import dataclass, replace
 from numba_prefix.cuda.compile import cubins
 from numba_prefix.cuda.compile.compiler import Compiled
 from numba_prefix.cuda.device.gpu import Device
-from numba_prefix.cuda.kernel.choice import CHUNK, family_of, head_dim_of, merge_of
-from numba_prefix.cuda.kernel.spec import KernelSpec
+from numba_prefix.cuda.kernel.spec import CHUNK, KernelSpec, family_of, head_dim_of, merge_of
 from numba_prefix.inputs.arrays import ITEM_BYTES, Tensor
 from numba_prefix.inputs.errors import TargetUnavailableError
 from numba_prefix.inputs.problem import Operands, Problem
-from numba_prefix.planning.plan import bias_of
+from numba_prefix.planning.params import bias_of
 
 DEFAULT_SHARED_BYTES = 48 << 10  # what a kernel may have without asking
 
@@ -39,7 +38,6 @@ def attention_kernel(device: Device, problem: Problem, operands: Operands, out_d
         out_dtype=out_dtype,
         head_dim=head_dim_of(problem.head_size),
         bias=bias_of(problem),
-        is_causal=problem.is_causal,
         mask_dtype=problem.mask_dtype or "",
         is_aligned=is_aligned(problem, operands),
     )

@@ -13,7 +13,7 @@ from numba_prefix.cuda.kernels import Kernel
 from numba_prefix.inputs.arrays import ITEM_BYTES, Tensor, as_numpy, contiguous_strides, span
 from numba_prefix.inputs.lengths import check_block_ids
 from numba_prefix.inputs.problem import Problem
-from numba_prefix.planning.plan import Cutters, cut_work
+from numba_prefix.planning.work import Cutter, cut_work
 from numba_prefix.planning.workspace import partials_bytes
 from numba_prefix.rules.tiling import NUM_SPLITS, SPLIT_IDX, SPLIT_TILE, round_up
 
@@ -55,13 +55,13 @@ class CudaPlan:
         held_blocks: NDArray[np.bool_] | None,
         is_part: bool,
         validate: str,
-        cutters: Cutters,
+        cut_tiles: Cutter,
     ) -> None:
         """Lengths are int64 [batch], held_blocks bool [batch, max_block_num] (None: all), checked. is_part: lse leaves out
-        what held.part_shift says. The device's context is current."""
+        what kv_runs.part_shift says. The device's context is current."""
         self.device, self.problem, self.is_part, self.validate = device, problem, is_part, validate
         self.loan: Loan = device.borrow()
-        self._lengths, self._held_blocks, self._cutters = lengths, held_blocks, cutters
+        self._lengths, self._held_blocks, self._cut_tiles = lengths, held_blocks, cut_tiles
         self._tables: dict[tuple[int, int], Tables] = {}
         self._slopes: dict[bytes, int] = {}
         self._watched: deque[Watched] = deque(maxlen=MAX_WATCHED)
@@ -82,7 +82,7 @@ class CudaPlan:
 
     def _cut(self, block_m: int, block_n: int) -> Tables:
         heads = self.problem.kv_head_num
-        cut = cut_work(self.problem, *self._lengths, self._held_blocks, block_m, block_m, block_n, self._cutters)
+        cut = cut_work(self.problem, *self._lengths, self._held_blocks, block_m, block_m, block_n, self._cut_tiles)
         if len(cut.work) * heads > MAX_GRID:
             raise ValueError(f"seq_len: got {len(cut.work)} tiles of {heads} heads, expected at most {MAX_GRID} in all")
         merge = cut.work[(cut.work[:, NUM_SPLITS] > 1) & (cut.work[:, SPLIT_IDX] == 0)]

@@ -13,13 +13,13 @@ from numpy.typing import NDArray
 from numba_prefix.cuda.device import streams
 from numba_prefix.cuda.device.driver import get_driver
 from numba_prefix.cuda.device.gpu import Device, get_device
-from numba_prefix.cuda.kernel import spec as c
+from numba_prefix.cuda.kernel.params import SLOT_BYTES, Params, in_memory
 from numba_prefix.cuda.kernels import Kernel, attention_kernel, merge_kernel
 from numba_prefix.cuda.plan import CudaPlan
 from numba_prefix.inputs.arrays import ITEM_BYTES, Tensor, describe, empty_like, span
 from numba_prefix.inputs.dense import are_dense, dense_operands
 from numba_prefix.inputs.problem import Operands, Problem
-from numba_prefix.planning.plan import Cutters, addresses_of, factors_of, has_shift, strides_of
+from numba_prefix.planning.params import ADDRESSES, FACTORS, STRIDES, addresses_of, factors_of, has_shift, strides_of
 from numba_prefix.planning.target import PlanOptions, Target, refuse_path
 from numba_prefix.planning.work import Cutter
 from numba_prefix.planning.workspace import ALIGNMENT
@@ -28,23 +28,24 @@ from numba_prefix.runtime.num_threads import resolved
 
 MAX_PENDING = 64  # calls of a thread whose block tables are still to be judged, before it waits for the oldest
 
+PARTIALS_SLOT = Params._fields.index("partials_ptr")
+
 Launch = tuple[int, int, int, int]  # function, grid, threads, bytes of shared memory
 
 
 class Parameters:
-    """A kernel's parameters in memory, and where each of them is: what a launch reads."""
+    """A Params in memory, and the addresses of its fields: what a launch reads."""
 
-    __slots__ = ("_call", "_factors", "_pointers", "address")
+    __slots__ = ("_block", "_pointers", "address")
 
-    def __init__(self, call: NDArray[np.int64], factors: NDArray[np.float32]) -> None:
-        self._call, self._factors = call.copy(), factors
-        places = [self._call.ctypes.data + 8 * i for i in range(c.CALL_LENGTH)]
-        places += [factors.ctypes.data + 4 * i for i in range(c.FACTORS_LENGTH)]
-        self._pointers = np.array(places, np.uint64)
+    def __init__(self, params: Any) -> None:
+        self._block = in_memory(params)
+        first = self._block.ctypes.data
+        self._pointers = np.array([first + SLOT_BYTES * i for i in range(len(self._block))], np.uint64)
         self.address = int(self._pointers.ctypes.data)
 
     def set_partials(self, address: int) -> None:
-        self._call[c.PARTIALS] = address
+        self._block[PARTIALS_SLOT] = address
 
 
 @dataclass(slots=True, eq=False)
@@ -54,8 +55,7 @@ class Bound:
     problem: Problem
     operands: Operands
     launches: tuple[Launch, ...]
-    call: NDArray[np.int64]  # [CALL_LENGTH]
-    factors: NDArray[np.float32]  # [FACTORS_LENGTH]
+    params: Any  # a Params, but for the workspace's address
     workspace_bytes: int
     memory: Any  # whatever else the addresses belong to
     copies: list[Tensor]  # copies that torch made of arrays on `copied_on`
@@ -151,12 +151,12 @@ def plan(
     held_blocks: NDArray[np.bool_] | None,
     is_part: bool,
     validate: str,
-    cutters: Cutters,
+    cut_tiles: Cutter,
 ) -> tuple[CudaPlan, str]:
     """A plan, and what was chosen: the kernel family and the GPU. Arguments as CudaPlan takes them."""
     device = get_device(_ordinal(operands.q.device))
     with device.current(may_capture=True):
-        made = CudaPlan(device, problem, lengths, held_blocks, is_part, validate, cutters)
+        made = CudaPlan(device, problem, lengths, held_blocks, is_part, validate, cut_tiles)
         out_dtype = "float32" if is_part else problem.dtype
         kernel = attention_kernel(device, problem, operands, out_dtype)
         if not made.is_empty:
@@ -171,16 +171,14 @@ def bind(
     arrays alive. stream: the one that the first run is expected on."""
     device = plan.device
     with device.current(may_capture=True):
-        factors = factors_of(problem.qk_scale, "none")
-        call = np.zeros(c.CALL_LENGTH, np.int64)
+        params = Params._make([0] * len(Params._fields))
         launches: tuple[Launch, ...] = ()
         workspace_bytes = 0
         if not plan.is_empty:
             kernel = attention_kernel(device, problem, operands, out.dtype)
-            factors = factors_of(problem.qk_scale, kernel.spec.bias)
             tables = plan.tables(kernel)
             workspace_bytes = tables.workspace_bytes
-            _fill(call, plan, problem, kernel, operands, out, lse)
+            params = _fill(plan, problem, kernel, operands, out, lse)
             launches = (_launch(kernel, tables.entries * problem.kv_head_num),)
             if tables.split_tiles:
                 merge = merge_kernel(device, kernel.spec)
@@ -190,31 +188,42 @@ def bind(
             streams.wait_for_producers(device, stream, [t for t in read if t.device != "cpu"])
         copies = _copies_of_torch(operands)
         copied_on = streams.current_stream(operands.q) if copies else 0
-    return Bound(problem, operands, launches, call, factors, workspace_bytes, memory, copies, copied_on)
+    return Bound(problem, operands, launches, params, workspace_bytes, memory, copies, copied_on)
 
 
 def _fill(
-    call: NDArray[np.int64],
     plan: CudaPlan,
     problem: Problem,
     kernel: Kernel,
     operands: Operands,
     out: Tensor,
     lse: Tensor | None,
-) -> None:
+) -> Any:
+    """The Params of a plan's kernels, without the workspace's address."""
     tables = plan.tables(kernel)
-    call[c.Q : c.LSE + 1] = addresses_of(operands, out, lse.address if lse is not None else 0)
-    if operands.slopes is not None and operands.slopes.device == "cpu":
-        call[c.SLOPES] = plan.device_slopes(operands.slopes)
-    call[c.WORK : c.RUNS + 1] = tables.work, tables.merge, tables.sequences, tables.runs
-    call[c.STATUS] = plan.loan.flag.address
-    call[c.Q_TOKEN : c.OUT_HEAD + 1] = strides_of(operands, out)
-    call[c.KV_HEAD_NUM], call[c.GROUP_SIZE], call[c.HEAD_SIZE] = (
-        *(problem.kv_head_num, problem.group_size, problem.head_size),
+    addresses = addresses_of(operands, out, lse.address if lse is not None else 0)
+    of_arrays = dict(zip(ADDRESSES, addresses, strict=True)) | dict(
+        zip(STRIDES, strides_of(operands, out), strict=True)
     )
-    call[c.BLOCK_SIZE], call[c.NUM_BLOCKS] = problem.block_size, problem.num_blocks
-    call[c.TILE_ROWS] = kernel.block_m
-    call[c.HAS_SHIFT] = has_shift(kernel.spec.bias, plan.is_part)
+    if operands.slopes is not None and operands.slopes.device == "cpu":
+        of_arrays["slopes_ptr"] = plan.device_slopes(operands.slopes)
+    return Params(
+        **of_arrays,
+        partials_ptr=0,
+        work_ptr=tables.work,
+        merge_ptr=tables.merge,
+        sequences_ptr=tables.sequences,
+        runs_ptr=tables.runs,
+        status_ptr=plan.loan.flag.address,
+        kv_head_num=problem.kv_head_num,
+        group_size=problem.group_size,
+        head_size=problem.head_size,
+        block_size=problem.block_size,
+        num_blocks=problem.num_blocks,
+        tile_rows=kernel.block_m,
+        has_shift=has_shift(kernel.spec.bias, plan.is_part),
+        **dict(zip(FACTORS, factors_of(problem.qk_scale, kernel.spec.bias), strict=True)),
+    )
 
 
 def _launch(kernel: Kernel, grid: int) -> Launch:
@@ -256,7 +265,7 @@ def _launch_all(device: Device, bound: Bound, workspace: int, stream: int) -> No
     try:
         parameters = bound.spare.pop()
     except IndexError:
-        parameters = Parameters(bound.call, bound.factors)
+        parameters = Parameters(bound.params)
     parameters.set_partials(round_up(workspace, ALIGNMENT))
     for function, grid, threads, shared_bytes in bound.launches:
         launch(function, grid, threads, shared_bytes, stream, parameters.address)

@@ -1,1 +1,1 @@
-"""The arguments of a call, described and checked: every error a caller can meet before anything runs."""
+"""The arguments of a call, described and checked: every error raised before anything runs."""

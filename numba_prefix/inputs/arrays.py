@@ -1,7 +1,7 @@
-"""Other people's arrays: what a kernel needs to know of a NumPy, torch, DLPack or CUDA-array-interface object.
+"""Descriptions of the caller's arrays: NumPy, torch, DLPack or CUDA-array-interface objects.
 
-Nothing is copied, apart from arrays whose elements don't lie at whole multiples of the item size. torch and ml_dtypes
-are never imported for callers who don't use them.
+Nothing is copied, apart from arrays whose elements don't lie at whole multiples of the item size.
+torch and ml_dtypes are never imported for callers who don't use them.
 """
 
 from __future__ import annotations
@@ -17,11 +17,12 @@ from numpy.typing import NDArray
 
 _EXPECTED = "a NumPy array, a torch tensor, or an object with __dlpack__ or __cuda_array_interface__"
 _DLPACK_MAJOR = 1
-_DLPACK_DEVICES = {1: "cpu", 2: "cuda", 3: "cpu", 13: "cuda"}  # plain, CUDA, pinned host and CUDA managed memory
+# By DLDeviceType: plain, CUDA, pinned host and CUDA managed memory.
+_DLPACK_DEVICES = {1: "cpu", 2: "cuda", 3: "cpu", 13: "cuda"}
 DLPACK_DTYPES = {0: "int", 1: "uint", 2: "float", 4: "bfloat", 5: "complex"}
 _DLPACK_BOOL = 6
 _READ_ONLY_FLAG = 1
-_MAX_WORK: Any = 100_000  # candidate solutions that np.shares_memory may look at
+_MAX_WORK: Any = 100_000  # candidate solutions that np.shares_memory may try
 _POINTER_DEVICE_ORDINAL = 9  # CU_POINTER_ATTRIBUTE_DEVICE_ORDINAL of the CUDA driver API
 
 ITEM_BYTES = {
@@ -34,20 +35,25 @@ _numpy_dtypes: dict[Any, str] = {}
 _torch_dtypes: dict[Any, str] = {}
 
 
-@dataclass(slots=True, eq=False)  # treat as frozen; not declared so, since that makes creation four times slower
+# Treat as frozen. It is not declared so, since that makes creation four times slower.
+@dataclass(slots=True, eq=False)
 class Tensor:
-    """What a kernel needs to know of somebody's array. The memory stays valid as long as this object lives."""
+    """The facts that a kernel needs about a caller's array. The memory stays valid as long as this
+    object lives."""
 
     name: str  # the argument's name, for messages
     owner: Any = field(repr=False)  # the caller's own object
-    kind: str  # "numpy", "torch", "dlpack" (CUDA-array-interface objects too) or "c" (memory of a C caller, no owner)
+    # "numpy", "torch", "dlpack" (CUDA-array-interface objects too) or "c" (memory of a C caller, no
+    # owner)
+    kind: str
     address: int  # of element [0, …, 0]
     dtype: str  # "float16", "bfloat16", "float32", "int32", …
     shape: tuple[int, ...]
     strides: tuple[int, ...]  # in elements
     device: str  # "cpu" or "cuda:0", "cuda:1", …
     is_writable: bool
-    keeper: Any = field(default=None, repr=False)  # holds the memory where it isn't the owner's own: a copy, a capsule
+    # Holds the memory where it isn't the owner's own: a copy, a capsule
+    keeper: Any = field(default=None, repr=False)
 
     @property
     def ndim(self) -> int:
@@ -62,13 +68,14 @@ class Tensor:
 def describe(obj: Any, name: str) -> Tensor:
     """Describe `obj`, the caller's argument `name`, without copying it.
 
-    Takes NumPy arrays (ml_dtypes.bfloat16 included), torch CPU and CUDA tensors, and any object with `__dlpack__` or
-    `__cuda_array_interface__`; a Tensor comes back as it is. Elements that don't lie at multiples of the item size (a
-    field of a structured array) are copied. A DLPack producer on a GPU is asked to be ready on the legacy default
-    stream; whoever launches a kernel on a `__cuda_array_interface__` object has to honour that interface's "stream".
+    Takes NumPy arrays (ml_dtypes.bfloat16 included), torch CPU and CUDA tensors, and any object
+    with `__dlpack__` or `__cuda_array_interface__`; a Tensor comes back as it is. Elements that
+    don't lie at multiples of the item size (a field of a structured array) are copied. A DLPack
+    producer on a GPU is asked to be ready on the legacy default stream; the launch of a kernel on a
+    `__cuda_array_interface__` object has to honour that interface's "stream".
 
-    Raises TypeError for any other object, byte order or memory layout, ValueError for a torch tensor that requires a
-    gradient while gradients are recorded.
+    Raises TypeError for any other object, byte order or memory layout, ValueError for a torch
+    tensor that requires a gradient while gradients are recorded.
     """
     if type(obj) is np.ndarray:
         return _describe_numpy(obj, name)
@@ -91,7 +98,7 @@ def describe(obj: Any, name: str) -> Tensor:
 def as_numpy(t: Tensor) -> NDArray[Any]:
     """The described CPU memory as a NumPy array, shaped and strided as `t` says, without a copy.
 
-    bfloat16 is shown as ml_dtypes.bfloat16 where that can be imported, as its bits (uint16) otherwise.
+    bfloat16 is shown as ml_dtypes.bfloat16 where that can be imported, else as its bits (uint16).
     Raises TypeError for memory on a GPU.
     """
     if t.keeper is None and type(t.owner) is np.ndarray and t.owner.shape == t.shape:
@@ -104,15 +111,15 @@ def as_numpy(t: Tensor) -> NDArray[Any]:
 
 
 def bits(t: Tensor) -> NDArray[Any]:
-    """As as_numpy, but 16-bit floats are shown as uint16."""
+    """The same view as as_numpy, but with 16-bit floats shown as uint16."""
     return _view(t, BITS.get(t.dtype, t.dtype))
 
 
 def empty_like(t: Tensor, shape: tuple[int, ...], dtype: str) -> Any:
     """An uninitialised array of the caller's kind, on the device of `t`.
 
-    An object of another library is asked for its array namespace; a CPU object without one gets a NumPy array.
-    Raises TypeError where nothing can allocate for the caller.
+    An object of another library is asked for its array namespace; a CPU object without one gets a
+    NumPy array. Raises TypeError where no library can allocate for the caller.
     """
     if t.kind == "torch":
         torch = sys.modules["torch"]
@@ -143,7 +150,8 @@ def contiguous_strides(shape: tuple[int, ...]) -> tuple[int, ...]:
 
 @lru_cache(maxsize=1024)
 def span(shape: tuple[int, ...], strides: tuple[int, ...]) -> tuple[int, int]:
-    """First and one-past-last element touched, relative to element [0, …, 0]; (0, 0) for an empty array."""
+    """First and one-past-last element touched, relative to element [0, …, 0]; (0, 0) for an empty
+    array."""
     if 0 in shape:
         return 0, 0
     reach = [(n - 1) * s for n, s in zip(shape, strides, strict=True)]
@@ -151,7 +159,8 @@ def span(shape: tuple[int, ...], strides: tuple[int, ...]) -> tuple[int, int]:
 
 
 def overlaps(a: Tensor, b: Tensor) -> bool:
-    """Whether two arrays share an element. Arrays too entangled to tell count as sharing. No memory is read."""
+    """Whether two arrays share an element. Arrays too entangled to decide count as sharing. No
+    memory is read."""
     if a.device != b.device:
         return False
     a_first, a_end = span(a.shape, a.strides)
@@ -215,7 +224,8 @@ def _numpy_dtype(dtype: np.dtype[Any], name: str) -> str:
     if not dtype.isnative:
         order = "big" if dtype.byteorder == ">" else "little"
         raise TypeError(f"{name}: got {order}-endian dtype {dtype.str}, expected native byte order")
-    is_extension = dtype.kind == "V" and dtype.names is None and not dtype.name.startswith("void")  # as of ml_dtypes
+    # ml_dtypes' types look like this.
+    is_extension = dtype.kind == "V" and dtype.names is None and not dtype.name.startswith("void")
     if dtype.kind not in "biufc" and not is_extension:
         raise TypeError(f"{name}: got dtype {dtype}, expected a numeric dtype")
     return _numpy_dtypes.setdefault(dtype, dtype.name)
@@ -225,7 +235,8 @@ _BEHIND_HEADER = object.__basicsize__
 
 
 def _quick_address(a: NDArray[Any]) -> int:
-    """The pointer behind the object's header, where NumPy's own macros for C read it: 0.7 us, the interface takes 3.4."""
+    """The pointer behind the object's header, where NumPy's own C macros read it: 0.7 us instead of
+    3.4 us through the array interface."""
     return ctypes.c_void_p.from_address(id(a) + _BEHIND_HEADER).value or 0
 
 
@@ -311,7 +322,7 @@ _capsule_pointer = ctypes.PYFUNCTYPE(ctypes.c_void_p, ctypes.py_object, ctypes.c
 
 
 def _open_capsule(capsule: Any, name: str) -> tuple[DLTensor, bool]:
-    """The tensor inside a DLPack capsule, and whether it may be written."""
+    """The tensor inside a DLPack capsule, and whether writing to it is allowed."""
     if _capsule_is_valid(capsule, b"dltensor_versioned"):
         pointer = _capsule_pointer(capsule, b"dltensor_versioned")
         versioned = _DLManagedTensorVersioned.from_address(pointer)
@@ -325,7 +336,8 @@ def _open_capsule(capsule: Any, name: str) -> tuple[DLTensor, bool]:
 
 
 def _describe_dlpack(obj: Any, name: str) -> Tensor:
-    # The capsule is never marked as used: its own destructor calls the producer's deleter once the Tensor is gone.
+    # The capsule is never marked as used: its own destructor calls the producer's deleter once the
+    # Tensor is gone.
     try:
         try:
             capsule = obj.__dlpack__(max_version=(_DLPACK_MAJOR, 0))
@@ -375,7 +387,7 @@ def _describe_cuda_interface(obj: Any, name: str) -> Tensor:
 
 
 def _device_ordinal(address: int) -> int:
-    """The GPU that holds `address`, by the driver's word; 0 where there is no driver to ask."""
+    """The GPU that holds `address`, according to the driver; 0 where there is no driver."""
     ordinal = ctypes.c_int(0)
     try:
         driver = ctypes.CDLL("nvcuda.dll" if sys.platform == "win32" else "libcuda.so.1")
@@ -386,7 +398,8 @@ def _device_ordinal(address: int) -> int:
 
 
 def _empty_in_namespace(t: Tensor, shape: tuple[int, ...], dtype: str) -> Any:
-    """An empty array made by the owner's own library, or None where that can't make one to be written in place."""
+    """An empty array made by the owner's own library, or None where that can't make one to be
+    written in place."""
     if type(t.owner).__module__.partition(".")[0] in ("numba", "numba_cuda"):
         cuda = sys.modules.get("numba.cuda")
         return None if cuda is None else cuda.device_array(shape, dtype)

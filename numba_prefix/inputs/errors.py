@@ -4,4 +4,4 @@ from __future__ import annotations
 
 
 class TargetUnavailableError(RuntimeError):
-    """The target asked for cannot run here; nothing else was tried in its place."""
+    """The target asked for cannot run here; no other was tried in its place."""

@@ -1,4 +1,4 @@
-"""Checks of what a call says on the host: lengths, the blocks that are held, and the block ids that will be read.
+"""Checks of a call's host-side arguments: lengths, held blocks, and the block ids to be read.
 
 Messages are those of problem.py: "<argument>: got <what>, expected <what>".
 """
@@ -15,15 +15,17 @@ from numpy.typing import NDArray
 from numba_prefix.inputs.arrays import Tensor, as_numpy, describe
 from numba_prefix.inputs.problem import INT32_MAX, INTEGER_DTYPES, Problem
 
-SHORT_LIST = 64  # so that lengths which are remembered are few
+SHORT_LIST = 64  # longer lists are not cached
 SMALL_TABLE = 1 << 14  # entries; a larger table may be mostly unread
 
 
 def check_lengths(problem: Problem, seq_len: Any, kv_seq_len: Any) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """int64 [batch] each: query tokens and total key tokens of every sequence, checked against the problem.
+    """int64 [batch] each: query tokens and total key tokens of every sequence, checked against the
+    problem.
 
-    Takes lists, tuples, NumPy arrays and CPU tensors of any integer type, [batch]. A sequence without query tokens may
-    have any kv_seq_len >= 0. Raises TypeError (bool, float, GPU memory) and ValueError, naming the sequence.
+    Takes lists, tuples, NumPy arrays and CPU tensors of any integer type, [batch]. A sequence
+    without query tokens may have any kv_seq_len >= 0. Raises TypeError (bool, float, GPU memory)
+    and ValueError, naming the sequence.
     """
     if _are_short_lists(seq_len, kv_seq_len):
         return _known_lengths(problem, tuple(seq_len), tuple(kv_seq_len))
@@ -38,7 +40,8 @@ def _are_short_lists(*lengths: Any) -> bool:
 def _known_lengths(
     problem: Problem, seq_len: tuple[int, ...], kv_seq_len: tuple[int, ...]
 ) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """Layers of a network give the same ones, one after the other: 4 us instead of 23."""
+    """Checked lengths, cached because all layers of a network pass the same ones: 4 us instead of
+    23."""
     lengths = _check_lengths(problem, seq_len, kv_seq_len)
     for array in lengths:
         array.flags.writeable = False
@@ -85,14 +88,15 @@ def check_block_ids(
     kv_len: NDArray[np.int64],
     held_blocks: NDArray[np.bool_] | None = None,
 ) -> None:
-    """Raise bad_block_error for the first block id that would be read and names no block. The table is on the CPU.
+    """Raise bad_block_error for the first block id that would be read and names no block. The table
+    is on the CPU.
 
-    Lengths and held_blocks as check_lengths and check_held_blocks return them. Entries past ceil(kv_len / block_size),
-    and those of blocks that are not held, do not matter.
+    Lengths and held_blocks are as check_lengths and check_held_blocks return them. Entries past
+    ceil(kv_len / block_size), and those of blocks that are not held, do not matter.
     """
     table = as_numpy(block_tables)
     if 0 < table.size <= SMALL_TABLE and np.maximum.reduce(table.view(np.uint32), axis=None) < problem.num_blocks:
-        return  # ids below zero are large as unsigned ones
+        return  # as unsigned numbers, ids below zero are large
     num_read = np.where(q_len > 0, -(-kv_len // problem.block_size), 0)
     width = int(num_read.max(initial=0))
     table = table[:, :width]
@@ -117,12 +121,12 @@ def bad_block_error(problem: Problem, block_tables: Tensor, sequence: int, colum
 
 
 def _capacity(problem: Problem) -> int:
-    """Key tokens that a row of block_tables can name."""
+    """Number of key tokens that one sequence's line of block_tables can name."""
     return problem.max_block_num * problem.block_size
 
 
 def _host_lengths(lengths: Any, name: str, batch: int) -> NDArray[np.int64]:
-    """int64 [batch], not yet checked apart from values that int64 can't hold."""
+    """The lengths as int64 [batch], not yet checked apart from values that int64 can't hold."""
     if isinstance(lengths, (list, tuple)):
         source = _listed_lengths(lengths, name)
     elif isinstance(lengths, (bool, int, float, np.generic)):
@@ -169,7 +173,8 @@ def _length_error(name: str, value: Any, sequence: int) -> ValueError:
 
 
 def _check_each_length(problem: Problem, q_len: NDArray[np.int64], kv_len: NDArray[np.int64], limit: int) -> None:
-    """Raise for the first length that is out of bounds; sequences without query tokens have no upper bound."""
+    """Raise for the first length that is out of bounds; sequences without query tokens have no
+    upper bound."""
     is_read = q_len > 0
     for name, lengths in (("seq_len", q_len), ("kv_seq_len", kv_len)):
         is_bad = (lengths < 0) | ((lengths > INT32_MAX) & is_read)

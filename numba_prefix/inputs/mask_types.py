@@ -9,12 +9,14 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-TEMPLATE_BLOCK = 128  # ATB's compressed template is built from 128 x 128 blocks, whatever our own tiles are
+# ATB's compressed template is built from 128 x 128 blocks, whatever the size of our tiles.
+TEMPLATE_BLOCK = 128
 TEMPLATE_SIZE = 2 * TEMPLATE_BLOCK
 
 
 class MaskType(IntEnum):
-    """Mask kinds, numbered as on the operator's own page (ATB's C++ header numbers them differently)."""
+    """Mask kinds, numbered as on the operator's own page (ATB's C++ header numbers them
+    differently)."""
 
     NONE = 0
     ALIBI_COMPRESS = 3
@@ -32,9 +34,11 @@ class MaskType(IntEnum):
 
     @classmethod
     def parse(cls, value: Any) -> MaskType:
-        """A MaskType from a member, its number, or a name (any case) as this package, ATB or torch_npu spell it.
+        """A MaskType from a member, its number, or a name (any case) as this package, ATB or
+        torch_npu spell it.
 
-        Raises TypeError for another type, ValueError (listing what is accepted) for an unknown number or name.
+        Raises TypeError for another type, ValueError (listing what is accepted) for an unknown
+        number or name.
         """
         if type(value) is cls:
             return value
@@ -52,8 +56,8 @@ class MaskType(IntEnum):
 
     @classmethod
     def from_atb_header(cls, number: int) -> MaskType:
-        """The kind that ATB's C++ header numbers `number` (3 NORM_COMPRESS, which is plain causal, 4 ALIBI_COMPRESS,
-        5 ..._SQRT, 6 ..._LEFT_ALIGN, 9 CAUSAL_MASK; 0 NONE)."""
+        """The kind that ATB's C++ header numbers `number` (3 NORM_COMPRESS, which is plain causal,
+        4 ALIBI_COMPRESS, 5 ..._SQRT, 6 ..._LEFT_ALIGN, 9 CAUSAL_MASK; 0 NONE)."""
         if isinstance(number, bool) or not isinstance(number, (int, np.integer)):
             raise TypeError(f"number: got {type(number).__name__}, expected an int")
         if int(number) not in _ATB_HEADER:
@@ -90,10 +94,12 @@ _ATB_HEADER = {
 
 
 def alibi_slopes(head_num: int) -> NDArray[np.float32]:
-    """float32 [head_num]: the positive slopes of Press et al., "Train Short, Test Long" (2022), section 3.
+    """Positive slopes, float32 [head_num]: Press et al., "Train Short, Test Long" (2022), section
+    3.
 
-    A power of two n gets 2**(-8/n), 2**(-16/n), …; any other count takes those of the power of two below it and fills up
-    with every other slope of the power of two above it, as the authors' code does.
+    A power of two n gets 2**(-8/n), 2**(-16/n), …; any other count takes those of the power of two
+    below it and fills up with every other slope of the power of two above it, as the authors' code
+    does.
     """
     if isinstance(head_num, bool) or not isinstance(head_num, (int, np.integer)):
         raise TypeError(f"head_num: got {type(head_num).__name__}, expected an int")
@@ -106,11 +112,13 @@ def alibi_slopes(head_num: int) -> NDArray[np.float32]:
 
 
 def alibi_mask(mask_type: Any, dtype: Any = np.float32) -> NDArray[Any]:
-    """[256, 256] of `dtype` (float16, float32 or ml_dtypes.bfloat16): ATB's compressed template of an ALiBi kind.
+    """ATB's compressed template of an ALiBi kind: [256, 256] of `dtype` (float16, float32 or
+    ml_dtypes.bfloat16).
 
-    Rows 0…127 hold the block on the diagonal, rows 128…255 the block before it. Entries are distances i - j (or their
-    square roots), to be used with negative slopes as ATB does; the left-aligned kind holds the column, for positive
-    slopes. Above the diagonal ATB has +inf, which is never read. Raises ValueError for a kind without a template.
+    Rows 0…127 hold the block on the diagonal, rows 128…255 the block before it. Entries are
+    distances i - j (or their square roots), to be used with negative slopes as ATB does; the
+    left-aligned kind holds the column, for positive slopes. Above the diagonal ATB has +inf, which
+    is never read. Raises ValueError for a kind without a template.
     """
     kind = MaskType.parse(mask_type)
     if not kind.is_alibi:

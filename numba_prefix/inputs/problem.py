@@ -1,7 +1,8 @@
-"""What is to be computed: frozen shapes, dtypes, scale and mask kind, and the validators of every argument.
+"""The problem of a call (shapes, dtypes, scale, mask kind) and the validators of every argument.
 
-Every message reads "<argument>: got <what>, expected <what>": TypeError for a wrong type or dtype, ValueError for a
-wrong value or shape. static_problem checks arrays, lengths.py checks lengths and tables.
+Every message reads "<argument>: got <what>, expected <what>": TypeError for a wrong type or dtype,
+ValueError for a wrong value or shape. static_problem checks arrays, lengths.py checks lengths and
+tables.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ HEADS_MASK_COLUMNS = 128
 
 @dataclass(frozen=True, slots=True)
 class Problem:
-    """Everything a plan depends on apart from the lengths and the arrays' places in memory."""
+    """Everything that a plan depends on apart from the lengths and the addresses of the arrays."""
 
     dtype: str  # of query, key and value
     num_tokens: int
@@ -68,9 +69,11 @@ class Operands(NamedTuple):
     q: Tensor  # [num_tokens, head_num, head_size]
     k_cache: Tensor  # [num_blocks, block_size, kv_head_num, head_size]
     v_cache: Tensor  # [num_blocks, block_size, kv_head_num, head_size]
-    block_tables: Tensor  # int32 [batch, max_block_num]; owner is the caller's table, of whatever integer type
+    # int32 [batch, max_block_num]; its owner is the caller's table, of any integer type
+    block_tables: Tensor
     mask: Tensor | None  # None unless the kernel reads it
-    slopes: Tensor | None  # float32 [head_num]; None unless the kernel reads them; host memory for a list of numbers
+    # float32 [head_num]; None unless the kernel reads them; host memory for a list of numbers
+    slopes: Tensor | None
     out: Tensor | None  # [num_tokens, head_num, head_size]
 
 
@@ -90,15 +93,21 @@ def static_problem(
     out_dtype: str | None = None,
     known_slopes: Tensor | None = None,
 ) -> tuple[Problem, Operands]:
-    """Check everything that needs no array's values (but the slopes'), and describe it.
+    """Check and describe everything that needs no array's values (except those of the slopes).
 
-    query: float16, bfloat16 or float32 [num_tokens, head_num * head_size] or [num_tokens, head_num, head_size].
-    key, value: as query, [num_blocks, block_size, kv_head_num * head_size] or [..., kv_head_num, head_size].
-    block_tables: integers [batch, max_block_num]; other types than int32 are copied to int32, clipping misfits.
-    mask: query's dtype or float32, [256, 256] or [head_num, mask_len, 128] for an ALiBi kind; [128, 128] (never read)
-    for CAUSAL_MASK. slopes: float32 [head_num] array, or a list or tuple of numbers; on query's device or on the host.
-    out: writable, as query, sharing no memory with an input. out_dtype: None for query's. known_slopes: checked before;
-    on a GPU they are not read again. Raises TypeError and ValueError.
+    query: float16, bfloat16 or float32 [num_tokens, head_num * head_size] or [num_tokens, head_num,
+    head_size].
+    key, value: as query, [num_blocks, block_size, kv_head_num * head_size] or [..., kv_head_num,
+    head_size].
+    block_tables: integers [batch, max_block_num]; other types than int32 are copied to int32,
+    misfits clipped.
+    mask: query's dtype or float32, [256, 256] or [head_num, mask_len, 128] for an ALiBi kind;
+    [128, 128] (never read) for CAUSAL_MASK.
+    slopes: float32 [head_num] array, or a list or tuple of numbers; on query's device or the host.
+    out: writable, as query, sharing no memory with an input. out_dtype: None for query's.
+    known_slopes: checked before; on a GPU they are not read again.
+
+    Raises TypeError and ValueError.
     """
     kind = mask_type if type(mask_type) is MaskType else MaskType.parse(mask_type)
     scale = _qk_scale(qk_scale)
@@ -149,9 +158,11 @@ def has_unit_stride(t: Tensor) -> bool:
 
 
 def unit_stride(t: Tensor) -> Tensor:
-    """`t` itself if its last axis is dense, else described anew over a dense private copy of its present values.
+    """`t` itself if its last axis is dense, else the description of a dense private copy of its
+    present values.
 
-    Raises ValueError for memory on a GPU that belongs to neither torch nor an object with `copy(order="C")`.
+    Raises ValueError for memory on a GPU that belongs to neither torch nor an object with
+    `copy(order="C")`.
     """
     if has_unit_stride(t):
         return t
@@ -275,7 +286,8 @@ def _block_tables(t: Tensor, device: str) -> Tensor:
 
 
 def _clip_to_int32(t: Tensor) -> Tensor:
-    """A table of another integer type as int32. What doesn't fit becomes an id that is out of range for any cache."""
+    """A table of another integer type as int32. A value that doesn't fit becomes an id that is out
+    of range for any cache."""
     if t.device == "cpu":
         source = as_numpy(t)
         info = np.iinfo(source.dtype)
@@ -293,7 +305,7 @@ def _clip_to_int32(t: Tensor) -> Tensor:
 
 
 def _mask(t: Tensor, q: Tensor, heads: int, kind: MaskType) -> tuple[str, Tensor | None]:
-    """The mask's form, and the mask if it is to be read."""
+    """The mask's form, and the mask if the kernel reads it."""
     if kind is MaskType.NONE:
         raise ValueError(f"mask: got an array of shape {t.shape}, expected None with mask_type NONE")
     if t.dtype not in (q.dtype, "float32"):

@@ -15,7 +15,8 @@ from numba_prefix.inputs.mask_types import MaskType
 def checked_slopes(
     slopes: Any, device: str, heads: int, kind: MaskType, known: Tensor | None, *, is_positive: bool
 ) -> Tensor:
-    """Described and checked. known: slopes that were checked before, which on a GPU are not read again."""
+    """The slopes, described and checked. known: slopes that were checked before, which on a GPU are
+    not read again."""
     if slopes is None:
         raise ValueError(f"slopes: got None, expected float32 [{heads}] with mask_type {kind.name} and no mask")
     if not kind.is_alibi:

@@ -1,1 +1,2 @@
-"""Doors to other frameworks. Each module needs what it is named after; importing numba_prefix imports none of them."""
+"""Integrations with other frameworks. Each module needs the package it is named after; importing
+numba_prefix imports none of them."""

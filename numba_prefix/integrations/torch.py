@@ -1,11 +1,15 @@
-"""PyTorch operators, registered by importing this module; they work in eager mode and inside torch.compile graphs.
+"""PyTorch operators, registered by importing this module; they work in eager mode and inside
+torch.compile graphs.
 
-    torch.ops.numba_prefix.prefix_encoder(query, key, value, block_tables, seq_len, kv_seq_len, …)     -> out
-    torch.ops.numba_prefix.prefix_encoder_lse(query, key, value, block_tables, seq_len, kv_seq_len, …) -> out, lse
+    torch.ops.numba_prefix.prefix_encoder(query, key, value, block_tables, seq_len, kv_seq_len, …)
+        -> out
+    torch.ops.numba_prefix.prefix_encoder_lse(query, key, value, block_tables, seq_len, kv_seq_len,
+        …) -> out, lse
 
-Arguments are those of numba_prefix.prefix_encoder, the lengths as integer tensors in CPU memory and mask_type by its name.
-Tensors are read where they are: all of them but the lengths on the CPU, or on one GPU, which computes on torch's current
-stream. No gradient is computed: an input that requires one is an error while gradients are on.
+Arguments are those of numba_prefix.prefix_encoder, the lengths as integer tensors in CPU memory and
+mask_type by its name. Tensors are read in place: all of them but the lengths on the CPU, or on one
+GPU, which computes on torch's current stream. No gradient is computed: an input that requires one
+is an error while gradients are on.
 """
 
 from __future__ import annotations
@@ -30,7 +34,8 @@ _OPTION_NAMES = ("mask_type", "mask", "slopes", "head_num", "kv_head_num", "qk_s
 
 def _operator(name: str, function: Any, fake: Any, returns: str) -> Any:
     schema = f"({_ARRAYS}, {_OPTIONS}) -> {returns}"
-    # A plan is made at every call, which a CUDA graph cannot hold; torch.compile then leaves the operator out of its graphs.
+    # Every call makes a plan, which a CUDA graph cannot hold; torch.compile then leaves the
+    # operator out of its graphs.
     tags = {"tags": (torch.Tag.cudagraph_unsafe,)} if hasattr(torch.Tag, "cudagraph_unsafe") else {}
     operator = torch.library.custom_op(
         f"numba_prefix::{name}", function, mutates_args=(), device_types=("cpu", "cuda"), schema=schema, **tags
@@ -45,7 +50,8 @@ def _no_gradient(ctx: Any, *gradients: Any) -> Any:
 
 
 def _refuse_gradient(ctx: Any, inputs: Any, output: Any) -> None:
-    """torch calls this where an input requires a gradient that is being recorded."""
+    """Refuse an input that requires a gradient which is being recorded: torch calls this for
+    one."""
     raise RuntimeError("numba_prefix computes no gradient: expected torch.no_grad(), or inputs that require none")
 
 
@@ -92,17 +98,23 @@ def npu_self_attention_prefix_encoder(
     slopes: Tensor | None = None,
     mask_type: str | None = None,
 ) -> Tensor:
-    """torch_npu's operator of that name, so that code written for Ascend runs elsewhere: its arguments, its mask strings.
+    """torch_npu's operator of that name, with its arguments and its mask strings, so that code
+    written for Ascend runs elsewhere.
 
-    query        float16, bfloat16 or float32 [num_tokens, q_headnum, head_size] or [num_tokens, q_headnum * head_size]
-    key, value   as query, [num_blocks, block_size, kv_headnum, head_size] (or the last two joined)
-    block_tables int32 [batch, max_block_num]
-    seqlen, kv_seqlen  query tokens and total key tokens of each sequence, integer tensors in CPU memory or lists
-    mask, slopes ATB's ALiBi template and its coefficients, float32 [q_headnum], negative as ATB's callers pass them
-    mask_type    "mask_type_causal_mask" (also None), "mask_type_norm_compress", "mask_type_alibi_compress",
-                 "mask_type_alibi_compress_sort" (torch_npu's spelling of sqrt), or any name that MaskType knows
+    query         float16, bfloat16 or float32 [num_tokens, q_headnum, head_size] or
+                  [num_tokens, q_headnum * head_size]
+    key, value    as query, [num_blocks, block_size, kv_headnum, head_size] (or the last two joined)
+    block_tables  int32 [batch, max_block_num]
+    seqlen, kv_seqlen  query tokens and total key tokens of each sequence, integer tensors in CPU
+                  memory or lists
+    mask, slopes  ATB's ALiBi template and its coefficients, float32 [q_headnum], negative as ATB's
+                  callers pass them
+    mask_type     "mask_type_causal_mask" (also None), "mask_type_norm_compress",
+                  "mask_type_alibi_compress", "mask_type_alibi_compress_sort" (torch_npu's spelling
+                  of sqrt), or any name that MaskType knows
 
-    Returns a tensor like query. Raises TypeError and ValueError naming the argument as numba_prefix.prefix_encoder spells it.
+    Returns a tensor like query. Raises TypeError and ValueError naming the argument as
+    numba_prefix.prefix_encoder spells it.
     """
     q_len, kv_len = (x if isinstance(x, Tensor) else torch.tensor(x, dtype=torch.int64) for x in (seqlen, kv_seqlen))
     name = "mask_type_causal_mask" if mask_type is None else mask_type

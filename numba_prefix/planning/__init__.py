@@ -1,1 +1,2 @@
-"""From checked lengths to tables, parameters and bytes: everything about a run that the target does not decide."""
+"""The part of planning that is the same for all targets: lengths become tables, parameters and
+bytes."""

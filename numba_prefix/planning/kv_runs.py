@@ -1,5 +1,5 @@
-"""Which keys of each sequence a call attends to, as the runs of positions that plans are made of (see tiling.py), and what
-the log-sum-exp of a part of the keys leaves out."""
+"""The held keys of each sequence as runs of positions (see tiling.py), and the offset that the
+log-sum-exp of some keys leaves out."""
 
 from __future__ import annotations
 
@@ -17,7 +17,8 @@ from numba_prefix.rules.tiling import END_RUN, FIRST_RUN, HELD_BEFORE, RUN_BEGIN
 def add_runs(
     sequences: NDArray[np.int64], kv_len: NDArray[np.int64], held_blocks: NDArray[np.bool_] | None, block_size: int
 ) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """Runs, int64 [runs, RUN_COLUMNS], and held keys, int64 [batch]; writes into `sequences` which runs are whose.
+    """Runs, int64 [runs, RUN_COLUMNS], and number of held keys, int64 [batch]; writes each
+    sequence's range of runs into `sequences`.
 
     held_blocks: bool [batch, max_block_num], or None for all keys.
     """
@@ -42,10 +43,11 @@ def add_runs(
 def part_shift(
     problem: Problem, slopes: Tensor | None, q_len: NDArray[np.int64], kv_len: NDArray[np.int64]
 ) -> NDArray[np.float32] | None:
-    """float32 [num_tokens, head_num] that the lse of a part of the keys lacks; None for 0.
+    """The offset, float32 [num_tokens, head_num], missing in the lse of a call over some of the
+    keys; None for 0.
 
-    Left-aligned biases grow with the position: an lse that had them would have few bits left to weigh parts by, 1e-3 at
-    30,000 keys and a slope of 1/2. Slopes on a GPU are waited for.
+    Left-aligned biases grow with the position: an lse that contained them would have few bits left
+    for weighing ranks' outputs, 1e-3 at 30,000 keys and a slope of 1/2. Waits for slopes on a GPU.
     """
     if problem.mask_type is not MaskType.ALIBI_COMPRESS_LEFT_ALIGN or problem.mask_form == "heads":
         return None
@@ -59,7 +61,8 @@ def part_shift(
 def _held_ranges(
     held_blocks: NDArray[np.bool_], kv_len: NDArray[np.int64], block_size: int
 ) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.int64]]:
-    """Sequence, first position and one past the last of every run, in order; a sequence without any has an empty run."""
+    """Sequence, first position and one past the last of every run, in order; a sequence without
+    held keys has one empty run."""
     batch, width = held_blocks.shape
     edged = np.zeros((batch, width + 2), np.int8)
     edged[:, 1:-1] = held_blocks & (np.arange(width) * block_size < kv_len[:, None])

@@ -1,4 +1,5 @@
-"""The tables of a call that a plan is made of: its sequences, the runs of their keys, and the work cut into tiles."""
+"""The tables that a plan is made of: a call's sequences, the runs of their held keys, and the work
+items."""
 
 from __future__ import annotations
 
@@ -17,12 +18,13 @@ Cutter = Callable[..., None]  # tiling.cut_tiles, compiled
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Cut:
-    """A call's work in tiles. split_tiles and partial_f32 (float32 of split state) are for one kv head."""
+    """A call's work, cut into tiles. split_tiles and partial_f32 (float32 of split state) are for
+    one kv head."""
 
     sequences: NDArray[np.int64]  # [batch, SEQUENCE_COLUMNS]
     runs: NDArray[np.int64]  # [runs, RUN_COLUMNS]
     num_held: NDArray[np.int64]  # [batch]
-    work: NDArray[np.int64]  # [entries, WORK_COLUMNS]
+    work: NDArray[np.int64]  # [items, WORK_COLUMNS]
     split_tiles: int
     partial_f32: int
 
@@ -37,8 +39,11 @@ def cut_work(
     block_n: int,
     cut_tiles: Cutter,
 ) -> Cut:
-    """Lengths are int64 [batch], held_blocks bool [batch, max_block_num] (None: all), checked. tile_rows: block_m, for each
-    sequence or for all. Keys are split as for tiles of split_m rows."""
+    """The tables of a call with checked lengths, int64 [batch].
+
+    held_blocks: bool [batch, max_block_num], or None for all keys. tile_rows: block_m, for each
+    sequence or for all. Keys are split as for tiles of split_m rows.
+    """
     sequences = np.empty((problem.batch, tiling.SEQUENCE_COLUMNS), np.int64)
     np.cumsum(q_len, out=sequences[:, tiling.Q_BEGIN])
     sequences[:, tiling.Q_BEGIN] -= q_len
@@ -48,13 +53,14 @@ def cut_work(
     totals = np.empty(3 + tiling.COST_BUCKETS, np.int64)
     arguments = (problem.group_size, problem.kv_head_num, problem.head_size, split_m, block_n, totals)
     cut_tiles(sequences, runs, *arguments, np.empty((0, tiling.WORK_COLUMNS), np.int64))
-    entries, split_tiles, partial_f32 = (int(n) for n in totals[:3])
-    work = np.empty((entries, tiling.WORK_COLUMNS), np.int64)
-    if entries:
+    num_items, split_tiles, partial_f32 = (int(n) for n in totals[:3])
+    work = np.empty((num_items, tiling.WORK_COLUMNS), np.int64)
+    if num_items:
         cut_tiles(sequences, runs, *arguments, work)
     return Cut(sequences, runs, num_held, work, split_tiles, partial_f32)
 
 
 def visible_beside(problem: Problem) -> tuple[int, int]:
-    """LEFT and RIGHT of the sequence table: how many keys a row sees before and after its own position."""
+    """LEFT and RIGHT of the sequence table: the number of keys that a row sees before and after its
+    own position."""
     return tiling.NO_LIMIT, 0 if problem.is_causal else tiling.NO_LIMIT

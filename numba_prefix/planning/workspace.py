@@ -1,9 +1,10 @@
-"""The workspace: its byte-exact layout (accumulators of split tiles, arrival counters, scratch of each worker) and its memory,
-the buffer of the caller or one that is kept for each thread.
+"""The workspace: its byte-exact layout (accumulators of split tiles, arrival counters, scratch of
+each worker) and its memory, the caller's buffer or one that is kept for each thread.
 
-One buffer, laid out from its first 64-byte boundary, so that any alignment works. On the CPU:
+It is one buffer, laid out from its first 64-byte boundary, so that any alignment works. On the CPU:
 
-    queue counter | arrival counters [split tiles, kv_head_num] int64 | split state float32 | scratch [num_workers, …]
+    queue counter | arrival counters [split tiles, kv_head_num] int64 | split state float32 |
+    scratch [num_workers, …]
 
 On a GPU there is only the split state.
 """
@@ -27,7 +28,8 @@ F32_BYTES = 4
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """Byte offsets from the first aligned byte, and the bytes that a buffer of any alignment needs."""
+    """Byte offsets from the first aligned byte, and the bytes that a buffer of any alignment
+    needs."""
 
     arrivals: int
     partials: int
@@ -57,8 +59,9 @@ def partials_bytes(partial_f32: int) -> int:
 
 
 class _Kept(threading.local):
-    """A thread's buffer between calls. A call takes it and gives it back at its end: one that a signal handler makes
-    meanwhile gets another, and so does the call after one that was interrupted."""
+    """A thread's buffer between calls. A call takes it and gives it back at its end: a call that a
+    signal handler makes meanwhile allocates another, and so does the call after an interrupted
+    one."""
 
     buffer: NDArray[np.uint8] | None = None
 
@@ -68,8 +71,11 @@ KEPT_BYTES = 64 << 20  # larger ones are not kept after the call
 
 
 def take(given: Any, size: int) -> tuple[int, Any]:
-    """Address of at least `size` writable bytes, and what keeps them alive: the caller's workspace or, for None, this
-    thread's. Raises TypeError and ValueError for an unfit one."""
+    """Address of at least `size` writable bytes, and the object that keeps them alive: the caller's
+    workspace or, for None, this thread's.
+
+    Raises TypeError and ValueError for an unfit workspace.
+    """
     if given is None:
         buffer, _kept.buffer = _kept.buffer, None
         if buffer is None or buffer.nbytes < size:

@@ -1,7 +1,8 @@
 """The float64 oracle: the operator written down plainly in NumPy, sharing no rule with the kernels.
 
-Everything is computed from the stored values. `naive` is the same computation in float32 with the result rounded to the
-output's dtype; `budget` turns both into the error that a kernel is allowed to make.
+Everything is computed from the stored values. `naive` is the same computation in float32 with the
+result rounded to the output's dtype; `budget` turns both into the error that a kernel is allowed to
+make.
 """
 
 from __future__ import annotations
@@ -18,7 +19,8 @@ from numba_prefix.inputs.lengths import check_block_ids, check_held_blocks, chec
 from numba_prefix.inputs.mask_types import MaskType
 from numba_prefix.inputs.problem import Operands, Problem, static_problem
 
-_SCORES_AT_ONCE = 1 << 20  # query rows are taken in blocks of about this many scores, which bounds memory
+# Query rows are taken in chunks of about this many scores, which bounds memory.
+_SCORES_AT_ONCE = 1 << 20
 _TEMPLATE_BLOCK = 128
 _EPS = {"float16": 2.0**-10, "bfloat16": 2.0**-7, "float32": 2.0**-23}
 
@@ -27,7 +29,8 @@ _Floats = NDArray[Any]  # of float32 or float64
 
 @dataclass(frozen=True, slots=True)
 class Budget:
-    """How far an output is from the oracle, and how far it may be, over the elements that are finite in the oracle."""
+    """An output's distance from the oracle and the allowed distance, over the elements that are
+    finite in the oracle."""
 
     max_error: float  # inf where NaNs or infinities are not where the oracle has them
     max_allowed: float
@@ -55,9 +58,9 @@ def reference(
 ) -> Any:
     """The operator in float64; arguments and errors are those of prefix_encoder.
 
-    Returns float64, shaped as query; with return_lse also float64 [num_tokens, head_num]: the natural log of
-    sum_j exp(score). A row without a visible score above -inf is 0, its lse -inf. A score of NaN or +inf makes its row
-    (and lse) NaN. Tensors on a GPU are copied to the host.
+    Returns float64, shaped as query; with return_lse also float64 [num_tokens, head_num]: the
+    natural log of sum_j exp(score). A row without a visible score above -inf is 0, its lse -inf. A
+    score of NaN or +inf makes its row (and lse) NaN. Tensors on a GPU are copied to the host.
     """
     inputs = (query, key, value, block_tables, mask, slopes, held_blocks)
     out, lse = _attend(inputs, seq_len, kv_seq_len, (mask_type, head_num, kv_head_num, qk_scale), np.float64)
@@ -82,9 +85,10 @@ def naive(
     return_lse: bool = False,
     held_blocks: Any = None,
 ) -> Any:
-    """As reference, but computed plainly in float32 and rounded (to nearest even) to query's dtype.
+    """The computation of `reference` in float32, rounded (to nearest even) to query's dtype.
 
-    The rounded values are returned as float32, which holds each of them exactly; lse is float32, not rounded further.
+    The rounded values are returned as float32, which holds each of them exactly; lse is float32,
+    not rounded further.
     """
     inputs = (query, key, value, block_tables, mask, slopes, held_blocks)
     out, lse = _attend(inputs, seq_len, kv_seq_len, (mask_type, head_num, kv_head_num, qk_scale), np.float32)
@@ -94,10 +98,11 @@ def naive(
 
 
 def budget(out: Any, ref: NDArray[np.float64], naive: NDArray[Any]) -> Budget:
-    """Compare `out` (float16, bfloat16 or float32 array) with `ref`, given the errors of `naive`, all of one shape.
+    """Compare `out` (float16, bfloat16 or float32 array) with `ref`, given the errors of `naive`,
+    all of one shape.
 
-    Allowed are max|out - ref| <= 2 * max|naive - ref| + 2 * eps * max|ref| and
-    mean|out - ref| <= mean|naive - ref| + eps * mean|ref|, eps being the spacing of out's dtype at 1. NaNs have to be
+    Allowed are max|out - ref| <= 2 * max|naive - ref| + 2 * eps * max|ref| and mean|out - ref| <=
+    mean|naive - ref| + eps * mean|ref|, eps being the spacing of out's dtype at 1. NaNs have to be
     where ref has them, and infinities too, with their signs.
     """
     t = describe(_to_host(out), "out")
@@ -169,24 +174,25 @@ def _attend_sequence(
     lse: _Floats,
     first_row: int,
 ) -> None:
-    """Fill `out` [q_len, head_num, head_size] and `lse` [q_len, head_num] of one sequence, from its keys at held_pos."""
+    """Fill `out` [q_len, head_num, head_size] and `lse` [q_len, head_num] of one sequence, from its
+    keys at held_pos."""
     precision = out.dtype
     q_len = len(out)
     is_causal = problem.mask_type != MaskType.NONE
     q = bits(operands.q)[first_row : first_row + q_len]
     column, slots = np.divmod(held_pos, problem.block_size)
-    pages = bits(operands.block_tables)[sequence, column]
-    block = max(1, _SCORES_AT_ONCE // max(kv_len, 1))
+    physical_blocks = bits(operands.block_tables)[sequence, column]
+    chunk = max(1, _SCORES_AT_ONCE // max(kv_len, 1))
     for kv_head in range(problem.kv_head_num):
-        keys = _gather(operands.k_cache, pages, slots, kv_head, precision)
-        values = _gather(operands.v_cache, pages, slots, kv_head, precision)
-        for start in range(0, q_len, block):
-            rows = slice(start, min(start + block, q_len))
+        keys = _gather(operands.k_cache, physical_blocks, slots, kv_head, precision)
+        values = _gather(operands.v_cache, physical_blocks, slots, kv_head, precision)
+        for start in range(0, q_len, chunk):
+            rows = slice(start, min(start + chunk, q_len))
             q_pos = (kv_len - q_len + np.arange(rows.start, rows.stop))[:, None]
             num_keys = int(np.count_nonzero(held_pos <= q_pos[-1, 0])) if is_causal else len(held_pos)
             if num_keys == 0:
                 continue
-            kv_pos = held_pos[None, :num_keys]  # of the keys that some row sees
+            kv_pos = held_pos[None, :num_keys]  # the keys that some row sees
             visible = (kv_pos <= q_pos) if is_causal else np.ones((len(q_pos), num_keys), bool)
             distances = biases.distances(q_pos, kv_pos)
             for head in range(kv_head * problem.group_size, (kv_head + 1) * problem.group_size):
@@ -197,7 +203,7 @@ def _attend_sequence(
 
 
 class _Biases:
-    """bias(h, p, j) as the contract's tables define it."""
+    """The biases bias(h, p, j), as the contract's tables define them."""
 
     def __init__(self, problem: Problem, operands: Operands, precision: Any) -> None:
         self.kind = problem.mask_type
@@ -209,7 +215,8 @@ class _Biases:
             self.slopes = _widen(operands.slopes, precision)
 
     def distances(self, p: NDArray[np.int64], j: NDArray[np.int64]) -> _Floats | None:
-        """What a head's slope multiplies, [rows, keys]; None if no slope enters. Invisible keys may hold anything."""
+        """The factor [rows, keys] of a head's slope; None if no slope enters. Invisible keys may
+        hold anything."""
         if not self.kind.is_alibi or self.form == "heads":
             return None
         if self.form == "template":
@@ -247,7 +254,8 @@ class _Biases:
 
 
 def _softmax_average(scores: _Floats, visible: NDArray[np.bool_], values: _Floats) -> tuple[_Floats, _Floats]:
-    """softmax(scores) @ values over the visible keys, [rows, head_size], and log sum exp, [rows]."""
+    """softmax(scores) @ values over the visible keys, [rows, head_size], and log sum exp,
+    [rows]."""
     scores = np.where(visible, scores, -np.inf)
     row_max = scores.max(axis=1, keepdims=True)
     is_empty = np.isneginf(row_max)
@@ -257,14 +265,18 @@ def _softmax_average(scores: _Floats, visible: NDArray[np.bool_], values: _Float
     weights /= np.where(is_empty, 1, total)
     is_finite = np.isfinite(values)
     out = _product(weights, np.where(is_finite, values, values.dtype.type(0)))
-    for key in np.flatnonzero(~is_finite.all(axis=1)):  # only where visible: 0 * NaN would reach every row
+    # Only where visible: 0 * NaN would reach every row.
+    for key in np.flatnonzero(~is_finite.all(axis=1)):
         out += np.where(visible[:, key, None] & ~is_finite[key], weights[:, key, None] * values[key], 0)
     return np.where(is_empty, 0, out), lse[:, 0]
 
 
 def _product(a: _Floats, b: _Floats) -> _Floats:
-    """a @ b. In float32 term after term, in order: what a matrix product of NumPy loses depends on the BLAS, the CPU and
-    the shape (a vector product has less than half the error of a matrix product), and a tolerance must not."""
+    """The product a @ b, in float32 term after term, in order.
+
+    The error of NumPy's matrix product depends on the BLAS, the CPU and the shape (a vector product
+    has less than half of it), and a tolerance must not.
+    """
     if a.dtype == np.float64:
         return a @ b
     total = np.zeros((len(a), b.shape[1]), a.dtype)
@@ -273,13 +285,15 @@ def _product(a: _Floats, b: _Floats) -> _Floats:
     return total
 
 
-def _gather(cache: Tensor, pages: NDArray[np.int32], slots: NDArray[np.int64], kv_head: int, precision: Any) -> _Floats:
+def _gather(
+    cache: Tensor, physical_blocks: NDArray[np.int32], slots: NDArray[np.int64], kv_head: int, precision: Any
+) -> _Floats:
     """Keys (or values) of one kv head, [len(slots), head_size]."""
-    return _widen_bits(bits(cache)[pages, slots, kv_head], cache.dtype, precision)
+    return _widen_bits(bits(cache)[physical_blocks, slots, kv_head], cache.dtype, precision)
 
 
 def _to_host(obj: Any) -> Any:
-    """A GPU array's copy on the host; anything else as it is."""
+    """A copy of a GPU array on the host; anything else unchanged."""
     if getattr(obj, "is_cuda", False):
         return obj.cpu()
     if hasattr(obj, "__cuda_array_interface__") and not hasattr(obj, "is_cuda"):
@@ -292,7 +306,7 @@ def _widen(t: Tensor, precision: Any) -> _Floats:
 
 
 def _widen_bits(stored: NDArray[Any], dtype: str, precision: Any) -> _Floats:
-    """Exact float32 or float64 values of what arrays.bits shows of `dtype`."""
+    """Exact float32 or float64 values of bits that arrays.bits shows for `dtype`."""
     if dtype == "float16":
         stored = stored.view(np.float16)
     elif dtype == "bfloat16":
@@ -302,7 +316,7 @@ def _widen_bits(stored: NDArray[Any], dtype: str, precision: Any) -> _Floats:
 
 
 def stored(x: NDArray[np.float64], dtype: str) -> NDArray[Any]:
-    """float64 values rounded to `dtype`, as arrays.bits shows it."""
+    """The float64 values rounded to `dtype`, as arrays.bits shows it."""
     with np.errstate(over="ignore", invalid="ignore"):
         if dtype == "float16":
             return x.astype(np.float16).view(np.uint16)
@@ -313,7 +327,7 @@ def stored(x: NDArray[np.float64], dtype: str) -> NDArray[Any]:
 
 
 def _rounded(x: _Floats, dtype: str) -> _Floats:
-    """float32 values rounded to the nearest (ties to even) of `dtype`, as float32."""
+    """The float32 values rounded to the nearest (ties to even) of `dtype`, as float32."""
     rounded: _Floats = x
     if dtype == "float16":
         with np.errstate(over="ignore"):

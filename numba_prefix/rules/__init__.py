@@ -1,1 +1,1 @@
-"""The mathematics and the cutting, each rule once, for every target: plain functions that know no Numba."""
+"""Rules that every target shares, each written once: plain functions that know no Numba."""

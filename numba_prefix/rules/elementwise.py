@@ -1,8 +1,8 @@
 """The few functions that rules are written in.
 
-A rule in masks.py or softmax.py is plain arithmetic plus these. Here they are defined for NumPy scalars and arrays (which
-is how the rules are tested) and for torch tensors; cpu/simd/lanes.py gives them a meaning for vectors of lanes, a CUDA target for
-its scalars.
+A rule in masks.py or softmax.py is plain arithmetic plus these functions. This module defines them
+for NumPy scalars and arrays (the tests of the rules use these) and for torch tensors;
+cpu/simd/lanes.py defines them for vectors of lanes, cuda/kernel/rules.py for a thread's scalars.
 """
 
 from __future__ import annotations
@@ -18,7 +18,8 @@ F32_NEG_INF = np.float32(-np.inf)
 
 
 def _library(*values: Any) -> Any:
-    """The module whose functions take these values: torch if there is a tensor among them (torch is then imported)."""
+    """The module whose functions take these values: torch if one of them is a tensor (torch is then
+    imported already), else NumPy."""
     torch = sys.modules.get("torch")
     return torch if torch is not None and any(isinstance(v, torch.Tensor) for v in values) else np
 
@@ -34,7 +35,7 @@ def maximum(a: Any, b: Any) -> Any:
 
 
 def multiply_add(a: Any, b: Any, c: Any) -> Any:
-    """a * b + c, rounded once or twice, as a target is quickest at."""
+    """a * b + c, rounded once or twice, whichever is faster on the target."""
     return a * b + c
 
 

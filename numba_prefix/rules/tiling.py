@@ -1,45 +1,50 @@
-"""How the work is cut: tiles, key ranges, page lookup, split keys and the work list. Pure integers, shared by all targets.
+"""Tiles, key ranges, block lookup, split keys and the work list: pure integers for all targets.
 
-A tile is up to block_m rows of one sequence and one kv head. Its rows are numbered through (query token, head of the group):
-row = q_idx * group_size + group_idx, so that all heads that read the same keys share them. A tile walks its keys in key tiles
-of up to block_n; both sizes are the target's own, the first for each sequence. Everything here depends on one sequence alone,
-never on batch mates or threads, so that results do not either.
+A tile is up to block_m rows of one sequence and one kv head. A row is a pair of query token and
+head of the group, row = q_idx * group_size + group_idx, so that all heads that read the same keys
+share them. A tile walks its keys in key tiles of up to block_n. The target chooses both sizes,
+block_m for each sequence. Everything here depends on one sequence alone, never on batch mates or
+threads, so that results do not either.
 
-A row sees one interval of keys, visible_begin to visible_end. What a tile of rows does with a key follows from the four ends
-of visible_range: keys before `begin` and from `end` on are never touched; between `full_begin` and `full_end` every row sees
-every key; elsewhere each element is tested (masks.is_visible).
+A row sees one interval of keys, visible_begin to visible_end. The four ends of visible_range say
+how a tile of rows treats a key: keys before `begin` and from `end` on are never touched; between
+`full_begin` and `full_end` every row sees every key; elsewhere each element is tested
+(masks.is_visible).
 
-A call may attend to a part of a sequence's keys, its held keys: runs of consecutive positions, in order, at least one run
-to a sequence (which may be empty). Held keys are counted by `kv_idx`, from 0 and without gaps; `kv_pos` is where one of
-them sits. Where all keys are held, both are the same.
+A call may attend to some of a sequence's keys only, its held keys: runs of consecutive positions,
+in order, at least one run per sequence (which may be empty). `kv_idx` counts held keys, from 0 and
+without gaps; `kv_pos` is the position of one of them. Where all keys are held, the two are equal.
 """
 
 from __future__ import annotations
 
 from typing import Any
 
-# The keys of a sequence are split until each kv head gives this many work items, but never below MIN_SPLIT_KEYS a split. The
-# number of heads does not enter: a rank that holds some of them gets the same bits.
+# The keys of a sequence are split until each kv head has this many work items, but no split gets
+# fewer than MIN_SPLIT_KEYS keys. The number of heads does not enter: a rank that has some of the
+# heads gets the same bits.
 MIN_HEAD_ITEMS = 16
 MIN_SPLIT_KEYS = 1024
 
-# Columns of the work list; N_BEGIN and N_END are a range of kv_idx
+# Columns of the work list, one row per work item; N_BEGIN and N_END are a range of kv_idx
 SEQUENCE, M_BLOCK, SPLIT_IDX, NUM_SPLITS, N_BEGIN, N_END, SPLIT_TILE, PARTIAL_OFFSET = range(8)
 WORK_COLUMNS = 8
 
-# Columns of the sequence table; TILE_ROWS is block_m, LEFT and RIGHT are the keys that a row sees beside its own position
+# Columns of the sequence table; TILE_ROWS is block_m, LEFT and RIGHT are the numbers of keys that a
+# row sees before and after its own position
 Q_BEGIN, Q_LEN, KV_LEN, FIRST_RUN, END_RUN, TILE_ROWS, LEFT, RIGHT = range(8)
 SEQUENCE_COLUMNS = 8
-NO_LIMIT = 1 << 31  # of LEFT and RIGHT: more than any position
+NO_LIMIT = 1 << 31  # value of LEFT and RIGHT: more than any position
 
-# Columns of the table of runs: positions from RUN_BEGIN up to RUN_END, and the held keys of the sequence before them
+# Columns of the table of runs: positions RUN_BEGIN up to RUN_END, and the number of held keys of
+# the sequence before them
 RUN_BEGIN, RUN_END, HELD_BEFORE = range(3)
 RUN_COLUMNS = 3
 
 COST_BUCKETS = 256  # eight to a doubling of the cost
 
 
-# A sequence of up to this many rows is not worth a tile of 16 lanes a row: see fold_rows.
+# Sequences of up to this many rows are padded along the head instead of to 16 rows: see fold_rows.
 MAX_FOLD_ROWS = 8
 
 
@@ -60,8 +65,9 @@ def rows_in_tile(q_len: Any, group_size: Any, m_block: Any, block_m: Any) -> Any
 
 
 def fold_rows(q_len: Any, group_size: Any, head_size: Any) -> Any:
-    """Rows that a sequence's few rows are padded to (1, 4 or 8) where lanes run along the head instead of along the rows,
-    or 0: the sequence has too many rows, or heads that are no whole vectors."""
+    """The number of rows (1, 4 or 8) that a sequence's few rows are padded to where lanes run along
+    the head instead of along the rows; 0 if the sequence has too many rows or its heads are not
+    whole vectors."""
     rows = q_len * group_size
     if rows > MAX_FOLD_ROWS or head_size % 16 != 0:
         return 0
@@ -91,7 +97,8 @@ def visible_end(sequence: Any, q_pos: Any) -> Any:
 
 
 def visible_range(sequence: Any, first_pos: Any, last_pos: Any) -> Any:
-    """begin, full_begin, full_end, end of rows at positions first_pos to last_pos; full_begin may lie past full_end."""
+    """begin, full_begin, full_end, end of rows at positions first_pos to last_pos; full_begin may
+    lie past full_end."""
     return (
         visible_begin(sequence, first_pos),
         visible_begin(sequence, last_pos),
@@ -101,8 +108,8 @@ def visible_range(sequence: Any, first_pos: Any, last_pos: Any) -> Any:
 
 
 def keys_between(begin: Any, end: Any, kv_pos: Any, num_keys: Any) -> Any:
-    """Which keys of a key tile at kv_pos lie between two ends of visible_range: the first and one past the last, counted from
-    the tile's first. None where the first is not before the last."""
+    """Range of the keys of a key tile at kv_pos that lie between two ends of visible_range: the
+    first and one past the last, counted from the tile's first key. Empty where first >= last."""
     return max(0, begin - kv_pos), min(num_keys, end - kv_pos)
 
 
@@ -112,7 +119,7 @@ def is_edge(full_begin: Any, full_end: Any, kv_pos: Any, num_keys: Any) -> Any:
 
 
 def last_run(runs: Any, sequence: Any, column: Any, limit: Any) -> Any:
-    """The last run of a sequence whose column is at most `limit`; the first if there is none."""
+    """The last run of a sequence whose column is at most `limit`; the first run if none is."""
     low, high = sequence[FIRST_RUN], sequence[END_RUN]
     while high - low > 1:
         middle = (low + high) // 2
@@ -124,38 +131,41 @@ def last_run(runs: Any, sequence: Any, column: Any, limit: Any) -> Any:
 
 
 def num_held_before(runs: Any, sequence: Any, kv_pos: Any) -> Any:
-    """Held keys at positions below kv_pos."""
+    """Number of held keys at positions below kv_pos."""
     run = last_run(runs, sequence, RUN_BEGIN, kv_pos)
     begin, end = runs[run, RUN_BEGIN], runs[run, RUN_END]
     return runs[run, HELD_BEFORE] + max(0, min(kv_pos, end) - begin)
 
 
 def last_held(runs: Any, sequence: Any, kv_pos: Any) -> Any:
-    """The position of the last held key up to kv_pos; any position up to it if there is none."""
+    """The position of the last held key up to kv_pos; any position up to kv_pos if none is held."""
     return min(kv_pos, runs[last_run(runs, sequence, RUN_BEGIN, kv_pos), RUN_END] - 1)
 
 
 def key_tile(runs: Any, sequence: Any, kv_idx: Any, n_end: Any, block_n: Any) -> Any:
-    """Position of the key kv_idx, and how many keys from it on are walked as one tile: up to block_n consecutive positions,
-    none from n_end on."""
+    """Position of the key kv_idx, and the number of keys walked as one tile from it on: up to
+    block_n consecutive positions, none from n_end on."""
     run = last_run(runs, sequence, HELD_BEFORE, kv_idx)
     kv_pos = runs[run, RUN_BEGIN] + kv_idx - runs[run, HELD_BEFORE]
     return kv_pos, max(0, min(block_n, runs[run, RUN_END] - kv_pos, n_end - kv_idx))
 
 
 def num_splits_of_tile(m_blocks: Any, num_keys: Any) -> Any:
-    """How many work items share the keys of a tile; m_blocks: how many tiles of split_m rows its sequence makes."""
+    """Number of work items that share the keys of a tile; m_blocks is the number of tiles of
+    split_m rows in its sequence."""
     wanted = ceil_div(MIN_HEAD_ITEMS, m_blocks)
     return max(1, min(wanted, num_keys // MIN_SPLIT_KEYS))
 
 
 def is_never_split(rows: Any, kv_len: Any, split_m: Any) -> Any:
-    """Whether num_splits_of_tile is 1 for all tiles of a sequence, however tall they are. Arrays, or one sequence's."""
+    """Whether num_splits_of_tile is 1 for all tiles of a sequence, whatever their height. Takes
+    arrays, or one sequence's numbers."""
     return (rows > split_m * (MIN_HEAD_ITEMS - 1)) | (kv_len < 2 * MIN_SPLIT_KEYS)
 
 
 def split_begin(n_begin: Any, n_end: Any, num_splits: Any, split_idx: Any, block_n: Any) -> Any:
-    """First key of a split of the keys n_begin to n_end; splits are whole key tiles, and split num_splits begins at n_end."""
+    """First key of a split of the keys n_begin to n_end. Splits are whole key tiles; split number
+    num_splits begins at n_end."""
     num_tiles = ceil_div(n_end - n_begin, block_n)
     return min(n_end, n_begin + num_tiles * split_idx // num_splits * block_n)
 
@@ -170,12 +180,14 @@ def lane_rows(rows: Any) -> Any:
 
 
 def partial_floats(rows: Any, head_size: Any) -> Any:
-    """float32 of one split's state: acc [head size rounded up to 16, rows], m_i [rows], l_i [rows]."""
+    """Number of float32 in one split's state: acc [head size rounded up to 16, rows], m_i [rows],
+    l_i [rows]."""
     return (round_up(head_size, 16) + 2) * lane_rows(rows)
 
 
 def cost_bucket(rows: Any, num_keys: Any) -> Any:
-    """A logarithmic measure of a tile's work, larger for more: whole doublings in the upper bits, eighths below."""
+    """A logarithmic measure of a tile's work, larger for more: whole doublings in the upper bits,
+    eighths below."""
     cost = max(1, ceil_div(rows, 16) * (num_keys + 16))
     doublings = 0
     rest = cost
@@ -190,14 +202,16 @@ def cut_tiles(
     sequences: Any, runs: Any, group_size: Any, kv_head_num: Any, head_size: Any, split_m: Any, block_n: Any, totals: Any,
     work: Any,
 ) -> None:  # fmt: skip
-    """Cuts the work of a call into entries of the work list, called twice: to count them, then to fill the list.
+    """Cut the work of a call into work items. Called twice: to count the items, then to fill the
+    list.
 
     sequences  int64 [batch, SEQUENCE_COLUMNS]
     runs       int64 [runs, RUN_COLUMNS]
-    totals     int64 [3 + COST_BUCKETS]: entries, split tiles and float32 of split state (the latter two for one kv head
-               each), then the entries of each cost bucket; filled with an empty work list, else read and used up
-    work       int64 [entries, WORK_COLUMNS], or [0, WORK_COLUMNS] to count. The costliest bucket comes first.
-               PARTIAL_OFFSET counts float32 for all kv heads of the tiles before
+    totals     int64 [3 + COST_BUCKETS]: work items, split tiles and float32 of split state (the
+               latter two for one kv head each), then the items of each cost bucket. Written if
+               the work list is empty, else read and used up
+    work       int64 [items, WORK_COLUMNS], or [0, WORK_COLUMNS] to count. The costliest bucket
+               comes first. PARTIAL_OFFSET counts float32 for all kv heads of the tiles before
     """
     is_counting = work.shape[0] == 0
     if is_counting:
@@ -225,11 +239,11 @@ def cut_tiles(
                 split_end = split_begin(n_begin, n_end, num_splits, split_idx + 1, block_n)
                 bucket = 3 + cost_bucket(rows, split_end - split_first)
                 if not is_counting:
-                    entry = work[totals[bucket]]
-                    entry[SEQUENCE], entry[M_BLOCK] = b, m_block
-                    entry[SPLIT_IDX], entry[NUM_SPLITS] = split_idx, num_splits
-                    entry[N_BEGIN], entry[N_END] = split_first, split_end
-                    entry[SPLIT_TILE], entry[PARTIAL_OFFSET] = split_tile, offset
+                    item = work[totals[bucket]]
+                    item[SEQUENCE], item[M_BLOCK] = b, m_block
+                    item[SPLIT_IDX], item[NUM_SPLITS] = split_idx, num_splits
+                    item[N_BEGIN], item[N_END] = split_first, split_end
+                    item[SPLIT_TILE], item[PARTIAL_OFFSET] = split_tile, offset
                 totals[bucket] += 1
             if num_splits > 1:
                 split_tile += 1

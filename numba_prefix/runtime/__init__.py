@@ -1,1 +1,1 @@
-"""Living in the process of somebody else: threads, forks, signals, exit, and compiled code on disk."""
+"""The process that hosts this package: threads, forks, signals, exit, and compiled code on disk."""

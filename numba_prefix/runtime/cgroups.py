@@ -1,4 +1,4 @@
-"""What Linux control groups leave a process of the CPUs."""
+"""The CPU time that Linux control groups grant this process."""
 
 from __future__ import annotations
 
@@ -12,17 +12,20 @@ _ESCAPE = re.compile(r"\\([0-7]{3})")
 
 
 def cpu_quota(proc: Path = Path("/proc/self"), usual: Path = Path("/sys/fs/cgroup")) -> float | None:
-    """CPUs' worth of time that this process may use: the smallest quota of its control group and of all groups above it,
-    in both versions and mixtures of them. None if nothing limits it; what cannot be read is no limit.
+    """CPUs' worth of time that this process may use: the smallest quota of its control group and of
+    all groups above it, in both versions and mixtures of them. None if nothing limits it; an
+    unreadable quota is no limit.
 
-    proc: has `cgroup` and `mountinfo`. usual: where hierarchies are mounted if mountinfo cannot be read.
+    proc: has `cgroup` and `mountinfo`. usual: where hierarchies are mounted if mountinfo cannot be
+    read.
     """
     quotas = [quota for group in _groups(proc, usual) if (quota := _quota(group)) is not None]
     return min(quotas, default=None)
 
 
 def _groups(proc: Path, usual: Path) -> Iterator[Path]:
-    """Directories of the groups that count, of those that can be seen from here."""
+    """Directories of this process's groups and of the groups above them, as far as they are mounted
+    here."""
     paths = {
         controller: path
         for _, controllers, path in (line.split(":", 2) for line in _lines(proc / "cgroup") if line.count(":") >= 2)
@@ -30,7 +33,8 @@ def _groups(proc: Path, usual: Path) -> Iterator[Path]:
     }
     for controller, root, mount_point in _mounts(proc, usual):
         path = PurePosixPath(paths.get(controller, root))
-        # Elsewhere are the groups of others: a mount of theirs, or a group outside of this namespace ("/../x").
+        # Other paths belong to other groups: a mount of theirs, or a group outside of this
+        # namespace ("/../x").
         if path.is_relative_to(root) and ".." not in path.parts:
             below = path.relative_to(root)
             yield from (mount_point / group for group in (below, *below.parents))

@@ -1,7 +1,7 @@
-"""Compiled code on disk, so that a second process starts fast; any failure here only costs time.
+"""Compiled code on disk, so that a second process starts fast; a failure here only costs time.
 
-Files are read only if this user or root alone can have written them, whole and under their own name; directories that are
-missing, full or read-only pass in silence.
+A file is loaded only if this user or root alone can have written it, and only whole and under its
+own name. Directories that are missing, full or read-only cause no error.
 """
 
 from __future__ import annotations
@@ -22,7 +22,8 @@ DIGEST_BYTES = 32
 
 
 def cache_directory() -> Path | None:
-    """Where compiled kernels go: $NUMBA_CACHE_DIR if set, else the user's cache directory; None if there is no home."""
+    """The directory of compiled kernels: $NUMBA_CACHE_DIR if set, else the user's cache directory;
+    None if there is no home."""
     chosen = os.environ.get("NUMBA_CACHE_DIR")
     if chosen:
         return Path(chosen) / "numba_prefix"
@@ -39,8 +40,11 @@ def cache_directory() -> Path | None:
 
 
 def digest_of(folders: Iterable[str], versions: object) -> str:
-    """A digest of every module in these folders, named without the package, and of whatever else shapes the code made of
-    them. Raises ImportError for a folder without modules."""
+    """A digest of every module in these folders, named without the package, and of `versions`:
+    everything else that shapes the code compiled from them.
+
+    Raises ImportError for a folder without modules.
+    """
     digest = hashlib.sha256()
     for name in modules_in(folders):
         digest.update(name.encode() + b"\0" + code_of(name) + b"\0")
@@ -62,7 +66,8 @@ def modules_in(folders: Iterable[str]) -> list[str]:
 
 
 def code_of(module: str) -> bytes:
-    """A module's source, or its bytecode where an installation has no sources (compileall -b, frozen programs)."""
+    """A module's source, or its bytecode where an installation has no sources (compileall -b,
+    frozen programs)."""
     spec = importlib.util.find_spec(module)
     loader: Any = spec.loader if spec is not None else None
     source = loader.get_source(module)
@@ -75,50 +80,58 @@ def path_of(name: str, key: bytes) -> Path | None:
 
 
 def load(name: str, key: bytes) -> bytes | None:
-    """What was saved under this name and key; None if there is nothing to be trusted. `key` is all that the code depends
-    on: code under another kernel's name is not loaded."""
+    """The payload saved under this name and key; None if there is none that can be trusted.
+
+    `key` holds everything that the code depends on: code under another kernel's name is not loaded.
+    """
     try:
         path = path_of(name, key)
         content = _read_trusted(path) if path is not None else b""
-    except Exception:  # whatever is wrong with a file, compiling is the answer
+    except Exception:  # an unreadable file is compiled again
         return None
     digest, payload = content[:DIGEST_BYTES], content[DIGEST_BYTES:]
     return payload if payload and hashlib.sha256(key + payload).digest() == digest else None
 
 
 def save(name: str, key: bytes, payload: bytes) -> None:
-    """As far as there are room and permission."""
+    """Write the payload; without room or permission, do nothing."""
     try:
         path = path_of(name, key)
         if path is None:
             return
-        # Readable by all that the umask lets, for images that root builds and another user runs.
+        # Readable by everybody that the umask allows, for images that root builds and another user
+        # runs.
         path.parent.mkdir(mode=0o755, parents=True, exist_ok=True)
         temporary = path.with_name(f"{path.name}.{secrets.token_hex(8)}")
         handle = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | getattr(os, "O_BINARY", 0), 0o644)
         try:
             with os.fdopen(handle, "wb") as file:
                 file.write(hashlib.sha256(key + payload).digest() + payload)
-            os.replace(temporary, path)  # whole or not at all, whoever else writes
+            os.replace(temporary, path)  # whole or not at all, even if other processes write too
         except BaseException:
             os.unlink(temporary)
             raise
-    except Exception:  # no directory, no room, no permission: the kernel is compiled, which is what matters
+    # No directory, no room, no permission: the kernel is compiled, which is what matters.
+    except Exception:
         return
 
 
 def _read_trusted(path: Path) -> bytes:
-    """Nothing if is_trusted does not hold for what is opened, whatever lies there a moment later."""
-    handle = os.open(path, os.O_RDONLY | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_BINARY", 0))  # FIFOs block
+    """The file's content, or nothing if it is not trusted. The opened file is checked, not its
+    path, which may change."""
+    # O_NONBLOCK: opening a FIFO would block.
+    handle = os.open(path, os.O_RDONLY | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_BINARY", 0))
     with os.fdopen(handle, "rb") as file:
         return file.read() if is_trusted(os.fstat(handle)) else b""
 
 
 def is_trusted(status: os.stat_result) -> bool:
-    """Whether a cache file, which is code that will run, can have been written by this process's user or root alone.
+    """Whether only this process's user or root can have written a cache file, which is code that
+    will run.
 
-    Root's group counts as root: platforms that give containers any user id (OpenShift) let it write to all of an image.
-    On Windows, where a mode says nothing of other users, the directory's own permissions have to do.
+    Root's group counts as root: platforms that give containers any user id (OpenShift) let it write
+    to all of an image. On Windows a mode does not cover other users; the directory's own
+    permissions have to suffice.
     """
     if not stat.S_ISREG(status.st_mode):
         return False

@@ -1,4 +1,5 @@
-"""What the interpreter's end must not cut in half: a compilation. Taking a compiler down while a thread is inside it crashes."""
+"""Stops compilations at interpreter exit: tearing a compiler down under a thread that compiles
+crashes."""
 
 from __future__ import annotations
 
@@ -11,9 +12,10 @@ from typing import Any
 
 
 class StopAtExit:
-    """At the end of the interpreter a compilation stops at its next pass.
+    """Ends a compilation at its next pass once the interpreter exits.
 
-    To be mixed with a Listener of Numba's events, or of numba-cuda's, and to be installed for those of passes.
+    A mixin for a Listener of Numba's events, or of numba-cuda's, installed for the events of
+    passes.
     """
 
     def __init__(self) -> None:
@@ -23,7 +25,9 @@ class StopAtExit:
 
     @contextlib.contextmanager
     def compiling(self) -> Iterator[None]:
-        if not self.is_registered:  # not earlier: what is registered last is called first, and compilers clean up too
+        # Not earlier: exit handlers run last in, first out, and the compilers register clean-ups of
+        # their own.
+        if not self.is_registered:
             self.is_registered = True
             atexit.register(self.exit)
         me = threading.get_ident()
@@ -35,7 +39,7 @@ class StopAtExit:
 
     def on_start(self, _: Any) -> None:
         if self.is_exiting and threading.get_ident() in self.threads:
-            raise SystemExit  # ends a thread without a word
+            raise SystemExit  # ends the thread silently
 
     def on_end(self, _: Any) -> None: ...
 

@@ -1,4 +1,4 @@
-"""Functions written in LLVM's language, where neither Numba nor ctypes can say what is meant."""
+"""Functions written as LLVM IR, for code that neither Numba nor ctypes can express."""
 
 from __future__ import annotations
 
@@ -10,8 +10,10 @@ UNSIGNED_LONG = f"i{8 * ctypes.sizeof(ctypes.c_ulong)}"
 
 
 def assembled(text: str, names: Sequence[str]) -> tuple[int, ...]:
-    """Addresses of the functions `names` of a module. Its code is kept as long as the process lives: whoever is told an
-    address does not say when it lets go of it."""
+    """Addresses of the functions `names` of a module.
+
+    The code is never freed: C callers hold its address for an unknown time.
+    """
     import llvmlite.binding as llvm
 
     llvm.initialize_native_target()
@@ -31,5 +33,5 @@ def constant(address: int | None) -> str:
 
 
 def address_of(function: Any) -> int | None:
-    """Of a function that ctypes found."""
+    """Address of a function that ctypes found."""
     return ctypes.cast(function, ctypes.c_void_p).value

@@ -1,8 +1,9 @@
-"""The threads of PyTorch's OpenMP, lent for a call.
+"""Runs a call on the threads of PyTorch's OpenMP.
 
-After a parallel region, GNU OpenMP's threads wait for the next one in a loop, for milliseconds, on the CPUs that a team of
-our own needs: of a network's attention layer that took 4 ms of 76. In its place they do our work themselves, and are awake
-when it comes. (GNU OpenMP knows no other way to be asked than its compiler's entry points, which are stable ABI.)
+After a parallel region, GNU OpenMP's threads wait for the next one in a busy loop, for
+milliseconds, on the CPUs that a team of our own needs: that took 4 ms of the 76 ms of a network's
+attention layer. So a call uses those threads themselves, which are awake already. The only way to
+ask GNU OpenMP for them is by the entry points of its compiler, which are stable ABI.
 """
 
 from __future__ import annotations
@@ -22,13 +23,14 @@ from numba_prefix.inputs.arrays import data_address
 from numba_prefix.runtime.llvm_text import address_of, assembled, constant
 from numba_prefix.runtime.signal_guard import uninterrupted
 
-# A frame is what OpenMP's threads are told: int64, these places, and the kernel's arguments from ARGUMENTS on. PROCESS has
-# entered and not left, or is 0: a child that it forks meanwhile has no threads to wait for.
+# A frame is the int64 array passed to OpenMP's threads: these fields, and the kernel's arguments
+# from ARGUMENTS on. PROCESS is the process that has entered and not left, or 0: a child that it
+# forks meanwhile has no threads to wait for.
 PROCESS, SEATS, NUM_WORKERS, ARGUMENTS = range(4)
-FIRST_ADDRESS = ARGUMENTS + 4  # of the first array
+FIRST_ADDRESS = ARGUMENTS + 4  # index of the first array's address
 ALL_ITEMS = 1 << 62
 _IS_FORKED = 0x40  # PF_FORKNOEXEC of a process's flags
-_FLAGS = 6  # their place in /proc/self/stat, behind the name
+_FLAGS = 6  # index in /proc/self/stat, counted behind the name
 _TEXT = """
 define void @work(ptr %frame) {{
   %seats = getelementptr i64, ptr %frame, i64 {seats}
@@ -77,16 +79,19 @@ class Team:
         self._leave = ctypes.CFUNCTYPE(None, ctypes.c_void_p)(leave)
 
     def has(self, num_workers: int) -> bool:
-        """Whether so many threads are there for this thread. Asking for another number than PyTorch does would end some."""
+        """Whether this thread may use so many. Asking for another number than PyTorch does would
+        end some threads."""
         return num_workers <= self._size() and not self._is_within()
 
     def run(
         self, frame: NDArray[np.int64], num_workers: int, task: Callable[[int], None], cancel: Callable[[], None]
     ) -> None:
-        """task(0) here, the kernel on the team's threads as worker 1 … num_workers - 1. Returns when all have ended, and so does
-        an exception of task(0).
+        """Run task(0) here and the kernel on the team's threads, as worker 1 … num_workers - 1.
+        Returns, or raises an exception of task(0), when all have ended.
 
-        frame: this call's own (frame_of). cancel: takes what no worker has begun out of the queue."""
+        frame: this call's own (frame_of). cancel: takes the work that no worker has begun out of
+        the queue.
+        """
         frame[NUM_WORKERS] = num_workers
         place = data_address(frame)
         try:
@@ -96,12 +101,13 @@ class Team:
             cancel()
             raise
         finally:
-            self._leave(place)  # at once: before the call of a Python function, an interruption would strike
+            # First of all: an interruption would strike before the call of a Python function.
+            self._leave(place)
 
 
 def team(kernel: Any) -> Team | None:
-    """PyTorch's, where it is GNU OpenMP's and may be used: in a forked process its threads are missing, and asking for them
-    never returns."""
+    """PyTorch's team if its OpenMP is GNU's and may be used, else None: in a forked process its
+    threads are missing, and asking for them never returns."""
     torch = sys.modules.get("torch")
     if torch is None or _is_forked():
         return None
@@ -115,7 +121,8 @@ def _team(torch: str, kernel: Any) -> Team | None:
 
 
 def _library(path: Path) -> ctypes.CDLL | None:
-    """That finds the functions of the OpenMP that PyTorch uses, and no other's; None where that isn't GNU's, or unknown."""
+    """The library that finds the functions of PyTorch's own OpenMP and no other's; None where that
+    isn't GNU's, or unknown."""
     if sys.platform != "linux":
         return None
     try:
@@ -123,7 +130,7 @@ def _library(path: Path) -> ctypes.CDLL | None:
     except OSError:
         return None
     wanted = ("GOMP_parallel_start", "GOMP_parallel_end", "omp_get_max_threads", "omp_in_parallel")
-    # LLVM's library has GNU's entry points too.
+    # LLVM's OpenMP has GNU's entry points too.
     return (
         library if all(hasattr(library, name) for name in wanted) and not hasattr(library, "__kmpc_fork_call") else None
     )
@@ -143,7 +150,7 @@ if hasattr(os, "register_at_fork"):
 
 
 def _native(kernel: Any) -> tuple[int, list[str]]:
-    """Address of a kernel's code, and the kinds of its arguments after result and error, in LLVM's language."""
+    """Address of a kernel's code, and the LLVM types of its arguments after result and error."""
     (compiled,) = kernel.overloads.values()
     function = compiled.target_context.call_conv.get_function_type(
         compiled.signature.return_type, compiled.signature.args
@@ -167,8 +174,8 @@ def _text(library: ctypes.CDLL, kernel: int, kinds: list[str]) -> str:
 
 
 def frame_of(arrays: Sequence[NDArray[Any]]) -> NDArray[np.int64]:
-    """A frame with a kernel's arrays, as Numba passes them: owners (which nobody counts here), size, item size, address, shape
-    and strides."""
+    """A frame with a kernel's arrays, as Numba passes them: owners (left 0: no reference is
+    counted), size, item size, address, shape and strides."""
     frame = [0, 1, 1]
     for array in arrays:
         frame += [0, 0, array.size, array.itemsize, data_address(array), *array.shape, *array.strides]

@@ -1,9 +1,9 @@
-"""Threads that run a kernel together: plain Python threads around code that holds no GIL.
+"""The threads that run a kernel together: plain Python threads, since the code holds no GIL.
 
-Numba's own threading layers are left alone, because they end processes: workqueue aborts when two threads call in, and
-after a parallel region of GNU OpenMP a forked child is killed at its next one. This team works from any thread and after
-any fork, leaves no thread count or mask changed, and never waits for a helper that has not started: whoever is there does
-the work.
+Numba's own threading layers are not used, because they end processes: workqueue aborts when two
+threads call in, and after a parallel region of GNU OpenMP a forked child is killed at its next one.
+This team works from any thread and after any fork, leaves no thread count or mask changed, and
+never waits for a helper that has not started: the threads that have started do the work.
 """
 
 from __future__ import annotations
@@ -14,7 +14,8 @@ from collections.abc import Callable
 
 
 class _Job:
-    """One call's work: helpers may join until it is closed, and the caller waits for those that joined."""
+    """One call's work: helpers may join until it is closed; the caller waits for those that
+    joined."""
 
     def __init__(self, task: Callable[[int], None]) -> None:
         self.task = task
@@ -40,8 +41,8 @@ class _Job:
                 self.done.release()
 
     def close(self) -> None:
-        """Wait for those that joined, whatever is raised meanwhile (Ctrl-C interrupts a wait): they write to the caller's
-        memory."""
+        """Wait for the helpers that joined, even if an exception arrives (Ctrl-C interrupts a
+        wait): they write to the caller's memory."""
         interruption: BaseException | None = None
         is_done = False
         while not is_done:
@@ -49,7 +50,8 @@ class _Job:
                 with self.lock:
                     self.is_closed = True
                     is_done = self.num_running == 0
-                if not is_done:  # whether it is now is asked again: an interruption may hide that the wait succeeded
+                # Asked again after an interruption, which may hide that the wait succeeded.
+                if not is_done:
                     self.done.acquire()
             except BaseException as error:
                 interruption = error
@@ -85,7 +87,7 @@ _idle: list[_Helper] = []
 
 
 def _forget_helpers() -> None:
-    """In a forked child the helpers are gone."""
+    """Empty the idle list of a forked child: its helpers do not exist."""
     _idle.clear()
 
 
@@ -94,9 +96,11 @@ if hasattr(os, "register_at_fork"):
 
 
 def run_together(task: Callable[[int], None], num_workers: int) -> None:
-    """Run task(0) here and, as far as helpers can be had in time, task(1) … task(num_workers - 1) on other threads.
+    """Run task(0) here and, as far as helpers are free in time, task(1) … task(num_workers - 1) on
+    other threads.
 
-    The task must be correct whichever of them run. Returns when all that started have ended; raises what one raised.
+    The result must be correct whichever of these run. Returns when all that started have ended;
+    raises an exception of one of them.
     """
     if num_workers <= 1:
         task(0)
@@ -109,7 +113,7 @@ def run_together(task: Callable[[int], None], num_workers: int) -> None:
             except IndexError:
                 try:
                     helper = _Helper()
-                except RuntimeError:  # no more threads to be had
+                except RuntimeError:  # the process can't start another thread
                     break
             helper.wake(job, worker)
         task(0)

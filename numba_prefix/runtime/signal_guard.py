@@ -1,9 +1,11 @@
-"""What an interruption or a fork must not cut in half: the import of the CPU target and the first calls of its kernels.
+"""Runs imports and first compilations so that neither Ctrl-C nor fork can leave Numba
+half-initialised.
 
-An exception of a signal handler (Ctrl-C) can strike between any two bytecodes of the main thread, also where Numba, LLVM's
-locks or the import system have half-made state of their own: such work is done in another thread, where signals raise
-nothing, while the main thread waits. And locks that a thread holds while another one forks are never released in the child,
-those of modules that are being imported among them: a fork waits until such work is done.
+A signal handler's exception (Ctrl-C) can strike between any two bytecodes of the main thread, also
+where Numba, LLVM's locks or the import system are in the middle of a change. So such work runs in
+another thread, where signals raise nothing, while the main thread waits. Locks that another thread
+holds during a fork are never released in the child, those of modules being imported included. So a
+fork waits until such work is done.
 """
 
 from __future__ import annotations
@@ -16,20 +18,21 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager, ExitStack
 from typing import Any, TypeVar
 
-# Two modules are imported for what they do at forks: if Numba imported them while a fork waits for us, they would do only
-# the second half of it at that one.
+# concurrent.futures.thread and logging are imported early because they register fork hooks: if
+# Numba imported them while a fork waits here, only their after-fork hook would run at that fork.
 Result = TypeVar("Result")
-ENOUGH_STACK = 8 << 20  # LLVM recurses deeply: what a main thread commonly has
+ENOUGH_STACK = 8 << 20  # a main thread's usual size: LLVM recurses deeply
 _lock = threading.RLock()
 _other_locks: list[AbstractContextManager[Any]] = []
-_held = ExitStack()
+_taken = ExitStack()
 
 
 def uninterrupted(work: Callable[[], Result]) -> Result:
-    """What work() returns or raises; one such work at a time, and no fork meanwhile.
+    """Return or raise the outcome of work(), run without interruption: one work at a time, and no
+    fork meanwhile.
 
-    What a signal handler raises is raised here soon, and the work goes on to its end: it must be such that it may be asked
-    for again.
+    A signal handler's exception is raised here soon, while the work goes on to its end: asking for
+    the same work again must be safe.
     """
     is_main = threading.current_thread() is threading.main_thread()
     if not is_main or 0 < threading.stack_size() < ENOUGH_STACK:
@@ -47,9 +50,9 @@ def uninterrupted(work: Callable[[], Result]) -> Result:
 
     try:
         threading.Thread(target=task, name="numba_prefix first call", daemon=True).start()
-    except RuntimeError:  # no more threads to be had, or none any more
+    except RuntimeError:  # the process can't start another thread
         return _alone(work)
-    while not done.wait(0.5):  # a wait without an end cannot be interrupted on Windows
+    while not done.wait(0.5):  # on Windows a wait without a timeout cannot be interrupted
         pass
     if errors:
         raise errors[0]
@@ -62,18 +65,18 @@ def _alone(work: Callable[[], Result]) -> Result:
 
 
 def keep_over_forks(lock: AbstractContextManager[Any]) -> None:
-    """A fork will also wait for this lock."""
+    """Make forks wait for this lock too."""
     _other_locks.append(lock)
 
 
 def _before_fork() -> None:
     _lock.acquire()
     for lock in list(_other_locks):
-        _held.enter_context(lock)
+        _taken.enter_context(lock)
 
 
 def _after_fork() -> None:
-    _held.close()
+    _taken.close()
     _lock.release()
 
 

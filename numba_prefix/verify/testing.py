@@ -1,4 +1,5 @@
-"""A problem that is run to be judged: random or somebody's inputs, poisoned outputs, the oracle's verdict."""
+"""A problem that is run to be judged: random or somebody's inputs, poisoned outputs, the oracle's
+verdict."""
 
 from __future__ import annotations
 
@@ -13,7 +14,7 @@ from numpy.typing import NDArray
 from numba_prefix.front.operation import Context, Op
 from numba_prefix.front.targets import cuda_target
 from numba_prefix.inputs.arrays import bits, describe
-from numba_prefix.inputs.lengths import check_lengths
+from numba_prefix.inputs.lengths import check_held_blocks, check_lengths
 from numba_prefix.inputs.mask_types import MaskType, alibi_slopes
 from numba_prefix.inputs.problem import FLOAT_DTYPES, Problem, static_problem
 from numba_prefix.reference.oracle import Budget, budget, naive, reference
@@ -42,10 +43,11 @@ class Inputs:
     def arguments(self) -> dict[str, Any]:
         return {name: getattr(self, name) for name in self.__slots__}
 
-    def plan(self, context: Context, path: str | None = None) -> tuple[Op, Any]:
-        """An operation with lse, and its output; both are poisoned. For target "cuda" all arrays are
-        copied to a GPU, on which the outputs are. path: the CPU's instruction-set path to take.
-        Raises what prefix_encoder would, and ValueError for a path that cannot be taken."""
+    def plan(self, context: Context, path: str | None = None, held_blocks: Any = None) -> tuple[Op, Any]:
+        """An operation with lse, and its output; both are poisoned. For target "cuda" all arrays
+        are copied to a GPU, on which the outputs are. path: the CPU's instruction-set path to take.
+        held_blocks: as of prefix_encoder. Raises what that would, and ValueError for a path that
+        cannot be taken."""
         arguments = self.arguments()
         lengths = arguments.pop("seq_len"), arguments.pop("kv_seq_len")
         q = describe(self.query, "query")
@@ -56,7 +58,8 @@ class Inputs:
         if context.target == "cuda":
             arguments, out = _on_gpu(arguments, out)
             problem, operands = static_problem(**arguments, out=out)
-        op = Op(problem, operands, check_lengths(problem, *lengths), context, return_lse=True, path=path)
+        checked, held = check_lengths(problem, *lengths), check_held_blocks(problem, held_blocks)
+        op = Op(problem, operands, checked, context, return_lse=True, held_blocks=held, path=path)
         if op.target == "cuda":
             op.lse.set(np.full(op.lse.shape, np.nan, np.float32))
         else:
@@ -80,13 +83,25 @@ def _on_gpu(arguments: dict[str, Any], out: Any) -> tuple[dict[str, Any], Any]:
     return arguments | moved, None if out is None else GpuArray.of(out)
 
 
+def with_heads(inputs: Inputs) -> Inputs:
+    """The same problem with a 3-D query. Raises ValueError if head_num does not fit."""
+    shape = describe(inputs.query, "query").shape
+    if len(shape) != 2:
+        return inputs
+    heads = inputs.head_num
+    if heads is None or heads < 1 or shape[1] % heads:
+        raise ValueError(f"head_num: got {heads}, expected a divisor of query's {shape[1]} columns")
+    return replace(inputs, query=inputs.query.reshape(shape[0], heads, shape[1] // heads))
+
+
 def on_host(array: Any) -> Any:
     """An output of plan's operation, in CPU memory."""
     return array.get() if hasattr(array, "get") else array
 
 
 def bfloat16_array(stored: NDArray[np.uint16], name: str) -> Any:
-    """bfloat16 given by its bits, as an argument: without a copy, and also where ml_dtypes is not installed."""
+    """bfloat16 given by its bits, as an argument: without a copy, and also where ml_dtypes is not
+    installed."""
     try:
         import ml_dtypes
     except ImportError:
@@ -126,7 +141,8 @@ def visible_pairs(mask_type: MaskType, q_len: Sequence[int], kv_len: Sequence[in
 
 
 def flops(problem: Problem, q_len: Sequence[int], kv_len: Sequence[int]) -> float:
-    """4 * head_size (a multiplication and an addition in each product) for every head and visible pair."""
+    """4 * head_size (a multiplication and an addition in each product) for every head and visible
+    pair."""
     return 4.0 * problem.head_size * problem.head_num * visible_pairs(problem.mask_type, q_len, kv_len)
 
 
@@ -143,8 +159,9 @@ def random_inputs(
     qk_scale: float | None = None,
     seed: int = 0,
 ) -> Inputs:
-    """Normally distributed data in shuffled pages; every slot that no sequence addresses is NaN. ALiBi kinds get the
-    paper's slopes. qk_scale None: 1 / sqrt(head_size). dtype: "float16", "bfloat16" or "float32"."""
+    """Normally distributed data in shuffled pages; every slot that no sequence addresses is NaN.
+    ALiBi kinds get the paper's slopes. qk_scale None: 1 / sqrt(head_size). dtype: "float16",
+    "bfloat16" or "float32"."""
     rng = np.random.default_rng(seed)
     kind = MaskType.parse(mask_type)
     num_pages = [-(-kv // block_size) for kv in kv_len]
@@ -184,8 +201,8 @@ def _normal(rng: np.random.Generator, shape: tuple[int, ...], dtype: str, name: 
 
 
 def sample_rows(inputs: Inputs, problem: Problem, max_rows: int, seed: int = 0) -> tuple[NDArray[np.int64], Inputs]:
-    """Some rows of a problem with a 3-D query (its first and last among them), and the smaller problem that they are:
-    each row a sequence of one token."""
+    """Some rows of a problem with a 3-D query (its first and last among them), and the smaller
+    problem that they are: each row a sequence of one token."""
     q_len, kv_len = np.asarray(inputs.seq_len, np.int64), np.asarray(inputs.kv_seq_len, np.int64)
     total = int(q_len.sum())
     inner = np.random.default_rng(seed).integers(0, total, max(0, max_rows - 2))

@@ -1,4 +1,5 @@
-"""Compiling ahead of the first call, and checking on small problems that what was compiled computes the right thing."""
+"""Compiling ahead of the first call, and checking on small problems that what was compiled computes
+the right thing."""
 
 from __future__ import annotations
 
@@ -29,18 +30,22 @@ def warmup(
     num_threads: int | None = None,
     cc: Any = None,
 ) -> dict[str, Any]:
-    """Compile the kernels of `target`, or load them from the cache, and verify them on small problems.
+    """Compile the kernels of `target`, or load them from the cache, and verify them on small
+    problems.
 
-    The CPU kernels serve every dtype, head size and mask kind; dtypes ("float16", "bfloat16", "float32"), head_sizes
-    (1 to 256) and mask_types restrict only what is verified. None: all dtypes, 64 and 128, all kinds.
+    The CPU kernels serve every dtype, head size and mask kind; dtypes ("float16", "bfloat16",
+    "float32"), head_sizes (1 to 256) and mask_types restrict only what is verified. None: all
+    dtypes, 64 and 128, all kinds.
 
-    cc, for target "cuda": compute capabilities, as "8.0,9.0" or (9, 0) or a list of those. Kernels for such GPUs are compiled
-    into the cache, no GPU is needed and nothing is verified; mask_types None: causal and none.
+    cc, for target "cuda": compute capabilities, as "8.0,9.0" or (9, 0) or a list of those. Kernels
+    for such GPUs are compiled into the cache, no GPU is needed and nothing is verified; mask_types
+    None: causal and none.
 
-    Returns {"target", "reason", "seconds" (all of it), "kernels": [{"name", "seconds", "source"}], "checks": [{"dtype",
-    "head_size", "mask_type", "max_error", "max_allowed", "ok"}], "ok"}; a kernel's source is "compiled", "cache" (read
-    from disk) or "memory" (this process had it); those for a cc also have that, "dtype", "head_size" and what they use
-    of a GPU. Raises RuntimeError if a problem's error is over budget, TypeError and ValueError for an argument,
+    Returns {"target", "reason", "seconds" (all of it), "kernels": [{"name", "seconds", "source"}],
+    "checks": [{"dtype", "head_size", "mask_type", "max_error", "max_allowed", "ok"}], "ok"}; a
+    kernel's source is "compiled", "cache" (read from disk) or "memory" (this process had it); those
+    for a cc also have that, "dtype", "head_size" and what they use of a GPU. Raises RuntimeError if
+    a problem's error is over budget, TypeError and ValueError for an argument,
     TargetUnavailableError for a target that cannot run.
     """
     prebuild = measure(
@@ -62,8 +67,8 @@ def measure(
     cc: Any = None,
     watch: Watch = lambda *_: None,
 ) -> dict[str, Any]:
-    """As warmup, but a wrong result is only reported ("ok" is false). watch: called with each kernel that is ready for a cc, its
-    number and theirs."""
+    """Does as warmup, but a wrong result is only reported ("ok" is false). watch: called with each
+    kernel that is ready for a cc, its number and theirs."""
     names, sizes, kinds = choices(dtypes, head_sizes, mask_types, tuple(MaskType) if cc is None else PLAIN_KINDS)
     began = time.perf_counter()
     if cc is not None:
@@ -97,7 +102,7 @@ def choices(
     default_kinds: tuple[MaskType, ...],
     default_sizes: tuple[int, ...] = HEAD_SIZES,
 ) -> tuple[list[str], list[int], list[MaskType]]:
-    """What is to be warmed up, checked."""
+    """Checked choices of what is to be warmed up."""
     names = _listed("dtypes", dtypes, FLOAT_DTYPES)
     sizes = _listed("head_sizes", head_sizes, default_sizes)
     kinds = [MaskType.parse(kind) for kind in _listed("mask_types", mask_types, default_kinds)]
@@ -113,8 +118,8 @@ def choices(
 def prebuilt(
     target: str, cc: Any, dtypes: list[str], head_sizes: list[int], kinds: list[MaskType], watch: Watch
 ) -> list[dict[str, Any]]:
-    """The CUDA kernels of these choices for GPUs of these compute capabilities: facts of each, now that it is in the
-    cache."""
+    """The CUDA kernels of these choices for GPUs of these compute capabilities: facts of each, now
+    that it is in the cache."""
     if target != "cuda":
         raise ValueError(f"cc: got {cc!r}, expected None for target {target!r}")
     from numba_prefix.cuda.compile import prebuild
@@ -128,7 +133,8 @@ def prebuilt(
 
 
 def first_run(inputs: Inputs, context: Context) -> tuple[Op, Any, list[dict[str, Any]]]:
-    """Plan and run once. Returns the operation, its output, and how long each kernel took to compile or load."""
+    """Plan and run once. Returns the operation, its output, and how long each kernel took to
+    compile or load."""
     if context.target not in ("auto", "cpu"):
         op, out = inputs.plan(context)
         op.run()

@@ -1,4 +1,4 @@
-"""Public bug reports of this field as cases, D23 to D31: threads, caches and compilation inside services."""
+"""Public bug reports of this field as cases, D23 to D31 of tests/semantics/bugs.md: threads, caches, compilation in services."""
 
 from __future__ import annotations
 

@@ -120,7 +120,8 @@ def test_all_sources_count(target: str, monkeypatch: pytest.MonkeyPatch) -> None
     digest.cache_clear()
     digest()
     digest.cache_clear()
-    folders = ["rules", f"{target}/kernel", f"{target}/compile", *(["cpu/simd"] if target == "cpu" else [])]
+    folders = ["rules", "planning", f"{target}/kernel", f"{target}/compile"]
+    folders += ["cpu/simd", "cpu/paths"] if target == "cpu" else []
     files = [path for folder in folders for path in (Path(nbp.__file__).parent / folder).glob("*.py")]
     expected = {".".join(path.relative_to(Path(nbp.__file__).parent.parent).with_suffix("").parts) for path in files}
     assert set(read) == {name for name in expected if not name.endswith(".__init__")}

@@ -19,7 +19,8 @@ from processes import environment, run_script
 from numba_prefix import TargetUnavailableError
 from numba_prefix.cuda.compile import compiler
 from numba_prefix.cuda.compile.compiler import Compiled, compile_kernel
-from numba_prefix.cuda.kernel.spec import CALL_LENGTH, FACTORS_LENGTH, OUT, Q
+from numba_prefix.cuda.kernel.params import INTEGERS, Params
+from numba_prefix.planning.params import FACTORS
 
 HAS_COMPILER = importlib.util.find_spec("numba_cuda") is not None
 needs_compiler = pytest.mark.skipif(not HAS_COMPILER, reason="numba-cuda is not installed")
@@ -76,7 +77,7 @@ def test_the_kernel_as_launched(cc: tuple[int, int]) -> None:
     assert found.cc == cc
     assert re.findall(r"^\.target (\w+)$", found.ptx, re.MULTILINE) == [f"sm_{cc[0]}{cc[1]}"]
     assert re.findall(r"\.entry (\w+)", found.ptx) == [found.name]
-    assert re.findall(r"\.param \.(\w+)", found.ptx) == [*["u64"] * CALL_LENGTH, *["f32"] * FACTORS_LENGTH]
+    assert re.findall(r"\.param \.(\w+)", found.ptx) == [*["u64"] * len(INTEGERS), *["f32"] * len(FACTORS)]
     assert re.findall(r"\.maxntid (\d+)", found.ptx) == [str(THREADS)]
     assert (found.threads, found.shared_bytes, found.block_m, found.block_n) == (THREADS, 1 << 16, 64, 32)
     assert found.cubin.startswith(b"\x7fELF")
@@ -92,9 +93,8 @@ def test_the_code_computes() -> None:
     memory = Memory()
     memory.add("q", x, writable=False)
     memory.add("out", out)
-    call = [0] * CALL_LENGTH
-    call[Q], call[OUT] = x.ctypes.data, out.ctypes.data
-    arguments = [*call, 2.5, *[0.0] * (FACTORS_LENGTH - 1)]
+    nothing = Params._make([0] * len(INTEGERS) + [0.0] * len(FACTORS))
+    arguments = list(nothing._replace(q_ptr=x.ctypes.data, out_ptr=out.ctypes.data, qk_scale=2.5))
     module = Module(compiled("scaled").ptx)
     module.run(None, grid=1, block=THREADS, shared_bytes=0, arguments=arguments, memory=memory)
     np.testing.assert_array_equal(out, x * np.float32(2.5))

@@ -1,4 +1,4 @@
-"""The contract on the CUDA target's own kernels, through the front door: interpreted ("ptx"), and on a GPU.
+"""The CUDA target's own kernels under tests/contract.md, through the front door: interpreted ("ptx"), and on a GPU.
 
 What is interpreted is a cut of what a GPU runs, on few kernels: each takes seconds to compile.
 """

@@ -18,10 +18,10 @@ import numba_prefix as nbp
 from numba_prefix.__main__ import main
 from numba_prefix.cuda.compile import cubins, prebuild
 from numba_prefix.cuda.compile.compiler import Compiled
-from numba_prefix.cuda.kernel.choice import family_of, head_dim_of, merge_of
-from numba_prefix.cuda.kernel.spec import BIASES, HEAD_DIMS, KernelSpec
+from numba_prefix.cuda.kernel.spec import HEAD_DIMS, KernelSpec, family_of, head_dim_of, merge_of
 from numba_prefix.inputs.mask_types import MaskType
 from numba_prefix.inputs.problem import FLOAT_DTYPES
+from numba_prefix.planning.params import BIASES
 
 PLAIN = (MaskType.CAUSAL_MASK, MaskType.NONE)
 ONE = ("--cc", "8.0", "--dtypes", "float16", "--head-sizes", "64", "--mask-types", "causal")
@@ -57,33 +57,30 @@ def test_padding() -> None:
 
 def test_merges() -> None:
     """One serves all kernels of an output's dtype and a head's size."""
-    spec = KernelSpec("mma", "float16", "float32", 128, "heads_mask", True, "float16", False)
+    spec = KernelSpec("mma", "float16", "float32", 128, "heads_mask", "float16", False)
     assert merge_of(spec) == KernelSpec("merge", "float32", "float32", 128)
 
 
 @pytest.mark.parametrize("cc", prebuild.GENERATIONS)
 def test_default_kernels(cc: tuple[int, int]) -> None:
-    """Each dtype and head size, causal and not, in the family that the target would choose; and their merges."""
+    """Each dtype and head size in the family that the target would choose, which causal and not share; and their merges."""
     specs = prebuild.default_specs(cc, FLOAT_DTYPES, HEAD_DIMS, PLAIN)
-    assert len(specs) == len(set(specs)) == 3 * 6 * 2 + 3 * 6
+    assert len(specs) == len(set(specs)) == 3 * 6 + 3 * 6
     families = collections.Counter(spec.family for spec in specs)
-    assert families == ({"fma": 36, "merge": 18} if cc == (7, 5) else {"mma": 24, "fma": 12, "merge": 18})
+    assert families == ({"fma": 18, "merge": 18} if cc == (7, 5) else {"mma": 12, "fma": 6, "merge": 18})
     assert {spec.bias for spec in specs} == {"none"}
     assert all(spec.is_aligned and not spec.mask_dtype and spec.out_dtype == spec.dtype for spec in specs)
-    attention = {(s.dtype, s.head_dim, s.is_causal) for s in specs if s.family != "merge"}
-    assert attention == {
-        (dtype, size, causal) for dtype in FLOAT_DTYPES for size in HEAD_DIMS for causal in (True, False)
-    }
+    attention = {(s.dtype, s.head_dim) for s in specs if s.family != "merge"}
+    assert attention == set(itertools.product(FLOAT_DTYPES, HEAD_DIMS))
 
 
 def test_all_kernels() -> None:
     """Every bias there is, once; given masks are read as the inputs' dtype."""
     specs = [s for s in prebuild.default_specs((9, 0), ["bfloat16"], [64], tuple(MaskType)) if s.family == "mma"]
-    assert sorted(spec.bias for spec in specs) == sorted([*BIASES, "none"])
+    assert sorted(spec.bias for spec in specs) == sorted(BIASES)
     for spec in specs:
         is_read = spec.bias.startswith("template") or spec.bias == "heads_mask"
         assert spec.mask_dtype == ("bfloat16" if is_read else "")
-        assert spec.is_causal or spec.bias == "none"
 
 
 def test_head_sizes_that_are_no_whole_chunks() -> None:
@@ -118,8 +115,8 @@ def test_inspect(compilations: list[Any], capsys: pytest.CaptureFixture[str]) ->
     found = succeed(capsys, "inspect", *ONE)
     assert found["target"] == "cuda"
     attention, merge = found["kernels"]
-    assert attention["name"] == "mma_float16_d64_none_causal"
-    assert merge["name"] == "merge_float16_d64_none_causal"
+    assert attention["name"] == "mma_float16_d64_none"
+    assert merge["name"] == "merge_float16_d64_none"
     facts = {"registers": 40, "spill_bytes": 8, "local_bytes": 16, "shared_bytes": 4096, "mma_count": 2}
     for kernel in (attention, merge):
         assert {name: kernel[name] for name in facts} == facts
@@ -132,19 +129,19 @@ def test_inspect(compilations: list[Any], capsys: pytest.CaptureFixture[str]) ->
     assert set(found["versions"]) >= {"numba", "numba-cuda", "nvidia-nvvm", "nvidia-nvjitlink"}
     assert main(["inspect", *ONE]) == 0
     lines = capsys.readouterr().out.splitlines()
-    assert lines[2].split() == ["mma_float16_d64_none_causal", "8.0", "float16", "64", "40", "8", "16", "4096", "2"]
+    assert lines[2].split() == ["mma_float16_d64_none", "8.0", "float16", "64", "40", "8", "16", "4096", "2"]
 
 
 def test_inspect_everything(compilations: list[Any], capsys: pytest.CaptureFixture[str]) -> None:
     """By default for each generation; kernels of one source follow each other, since they share most of the work."""
     kernels = succeed(capsys, "inspect")["kernels"]
-    assert len(kernels) == len(compilations) == 6 * 54
+    assert len(kernels) == len(compilations) == 6 * 36
     specs = [spec for spec, _ in compilations]
     assert sum(a != b for a, b in itertools.pairwise(specs)) == len(set(specs)) - 1
     ccs = collections.Counter(kernel["cc"] for kernel in kernels)
-    assert ccs == dict.fromkeys(("7.5", "8.0", "8.6", "9.0", "10.0", "12.0"), 54)
+    assert ccs == dict.fromkeys(("7.5", "8.0", "8.6", "9.0", "10.0", "12.0"), 36)
     more = succeed(capsys, "inspect", "--all", "--cc", "9.0", "--dtypes", "float32", "--head-sizes", "33")["kernels"]
-    assert len(more) == len(BIASES) + 2
+    assert len(more) == len(BIASES) + 1
     assert {kernel["head_size"] for kernel in more} == {64}
 
 
@@ -154,29 +151,29 @@ def test_warmup(compilations: list[Any], capsys: pytest.CaptureFixture[str]) -> 
     assert first["ok"] is True
     assert first["checks"] == []
     assert [(k["name"], k["cc"], k["source"]) for k in first["kernels"]] == [
-        ("mma_float16_d64_none_causal", "8.0", "compiled"),
-        ("merge_float16_d64_none_causal", "8.0", "compiled"),
+        ("mma_float16_d64_none", "8.0", "compiled"),
+        ("merge_float16_d64_none", "8.0", "compiled"),
     ]
     assert all(kernel["seconds"] >= 0 for kernel in first["kernels"])
     cubins._ready.clear()
     assert {k["source"] for k in succeed(capsys, "warmup", "--target", "cuda", *ONE)["kernels"]} == {"cache"}
     assert main(["warmup", "--target", "cuda", *ONE]) == 0
     text = capsys.readouterr().out
-    assert "mma_float16_d64_none_causal for 8.0" in text
+    assert "mma_float16_d64_none for 8.0" in text
     assert "nothing was run" in text
 
 
 def test_warmup_function(compilations: list[Any]) -> None:
     """64 and 128, all dtypes, causal and none, unless told otherwise."""
     found = nbp.warmup("cuda", cc=[(8, 0), "9.0"])
-    assert len(found["kernels"]) == 2 * (3 * 2 * 2 + 3 * 2)
+    assert len(found["kernels"]) == 2 * (3 * 2 + 3 * 2)
     assert "9.0" in found["reason"]
     found = nbp.warmup("cuda", cc=(9, 0), dtypes="float16", head_sizes=128, mask_types="alibi")
     assert [kernel["name"] for kernel in found["kernels"]] == [
-        "mma_float16_d128_linear_causal",
-        "mma_float16_d128_template_linear_causal_float16_mask",
-        "mma_float16_d128_heads_mask_causal_float16_mask",
-        "merge_float16_d128_none_causal",
+        "mma_float16_d128_linear",
+        "mma_float16_d128_template_linear_float16_mask",
+        "mma_float16_d128_heads_mask_float16_mask",
+        "merge_float16_d128_none",
     ]
 
 
@@ -248,4 +245,4 @@ def test_slow_kernels_are_announced(compilations: list[Any], monkeypatch: pytest
     assert main(["inspect", *ONE, "--json"]) == 0
     printed = capsys.readouterr()
     assert json.loads(printed.out)
-    assert "1 of 2: mma_float16_d64_none_causal for 8.0 (compiled" in printed.err
+    assert "1 of 2: mma_float16_d64_none for 8.0 (compiled" in printed.err

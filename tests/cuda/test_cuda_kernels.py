@@ -135,7 +135,7 @@ def test_no_bank_conflicts(family: str, dtype: str, head_size: int) -> None:
         ptx = launched.cubin.decode()
         stats = cuda_target.parsed(ptx).run(
             launched.kernel, grid=launched.grid, block=launched.block, shared_bytes=launched.shared_bytes,
-            arguments=[*launched.call, *launched.factors], memory=memory,
+            arguments=list(launched.params), memory=memory,
         )  # fmt: skip
         found.append((stats, ptx.splitlines()))
 
@@ -165,7 +165,7 @@ def mutated(pattern: str, replacement: str, which: int) -> Any:
         changed = ptx[: at.start()] + at.expand(replacement) + ptx[at.end() :]
         cuda_target.parsed(changed).run(
             launched.kernel, grid=launched.grid, block=launched.block, shared_bytes=launched.shared_bytes,
-            arguments=[*launched.call, *launched.factors], memory=memory,
+            arguments=list(launched.params), memory=memory,
         )  # fmt: skip
 
     return execute

@@ -13,12 +13,12 @@ from fake_gpu import buffer, case_of, install, on_gpu, planned
 from ptx.device import FakeDriver, each_call
 
 import numba_prefix as nbp
-from numba_prefix.cpu.kernel import params as cpu_call
 from numba_prefix.cuda.device.driver import LEGACY_STREAM, Driver
-from numba_prefix.cuda.kernel import spec as c
+from numba_prefix.cuda.kernel.params import INTEGERS, Params, in_memory
 from numba_prefix.cuda.kernels import is_aligned
 from numba_prefix.inputs.arrays import Tensor
 from numba_prefix.inputs.problem import static_problem
+from numba_prefix.planning.params import FACTORS
 
 
 def test_the_fake_has_the_drivers_methods() -> None:
@@ -27,15 +27,17 @@ def test_the_fake_has_the_drivers_methods() -> None:
             assert inspect.signature(getattr(FakeDriver, name)) == inspect.signature(method), name
 
 
-def test_both_targets_number_alike() -> None:
-    """planning.py hands out addresses, strides and factors in one order for both."""
-    for module in (c, cpu_call):
-        names = ("Q", "K", "V", "TABLES", "MASK", "SLOPES", "OUT", "LSE")
-        assert [getattr(module, name) - module.Q for name in names] == list(range(8))
-        names = ("Q_TOKEN", "Q_HEAD", "K_BLOCK", "K_SLOT", "K_HEAD", "V_BLOCK", "V_SLOT", "V_HEAD", "TABLE_ROW")
-        names += ("TABLE_COLUMN", "MASK_HEAD", "MASK_ROW", "MASK_COLUMN", "OUT_TOKEN", "OUT_HEAD")
-        assert [getattr(module, name) - module.Q_TOKEN for name in names] == list(range(15))
-        assert (module.QK_SCALE, module.UNIT, module.UNIT_LOG2, module.Q_SIGN) == (0, 1, 2, 3)
+def test_parameters_in_memory() -> None:
+    """A slot of 8 bytes each, in order: integers, and factors in the lower half of theirs."""
+    values = [*range(-5, len(INTEGERS) - 5), *np.arange(0.25, len(FACTORS), 1, np.float32)]
+    block = in_memory(Params._make(values))
+    assert block.nbytes == 8 * len(Params._fields)
+    slots = [block[i : i + 1] for i in range(len(block))]
+    read = [
+        slot.view(np.int64 if name in INTEGERS else np.float32)[0]
+        for name, slot in zip(Params._fields, slots, strict=True)
+    ]
+    assert read == values
 
 
 @pytest.mark.parametrize(
@@ -64,8 +66,8 @@ def test_family(monkeypatch: pytest.MonkeyPatch, cc: tuple[int, int], dtype: str
     assert (op.target, op.reason) == ("cuda", f"query is on cuda:0; family {family}, sm_{cc[0]}{cc[1]} (Test GPU 0)")
 
 
-def test_entries(fake: FakeDriver) -> None:
-    """Every entry of a launch against what the arrays say: strided views of larger arrays, none of them dense."""
+def test_parameters(fake: FakeDriver) -> None:
+    """Every parameter of a launch against what the arrays say: strided views of larger arrays, none of them dense."""
     case = with_mask(case_of(), "alibi-heads", mask_dtype="float16")
     a = {name: value for name, value in case.arguments().items() if isinstance(value, np.ndarray)}
     wide = {
@@ -80,31 +82,28 @@ def test_entries(fake: FakeDriver) -> None:
     op.run(workspace)
     assert_close(out.array, case)
     launch, merge = fake.launches
-    assert launch.call == merge.call
-    call = {name: launch.call[getattr(c, name)] for name in vars(c) if name.isupper() and name in CALL_NAMES}
+    assert launch.params == merge.params
+    params = launch.params._asdict()
     q, k, v, table, mask = (given[name].array for name in ("query", "key", "value", "block_tables", "mask"))
-    expected = {"Q": q, "K": k, "V": v, "TABLES": table, "MASK": mask, "OUT": out.array}
+    expected = {"q_ptr": q, "k_ptr": k, "v_ptr": v, "table_ptr": table, "mask_ptr": mask, "out_ptr": out.array}
     for name, array in expected.items():
-        assert call.pop(name) == array.ctypes.data
-    strides = dict(zip(("Q_TOKEN", "Q_HEAD"), q.strides, strict=False))
-    strides |= dict(zip(("K_BLOCK", "K_SLOT", "K_HEAD"), k.strides, strict=False))
-    strides |= dict(zip(("V_BLOCK", "V_SLOT", "V_HEAD"), v.strides, strict=False))
-    strides |= dict(zip(("TABLE_ROW", "TABLE_COLUMN"), table.strides, strict=True))
-    strides |= dict(zip(("MASK_HEAD", "MASK_ROW", "MASK_COLUMN"), mask.strides, strict=True))
-    strides |= dict(zip(("OUT_TOKEN", "OUT_HEAD"), out.array.strides, strict=False))
-    counts = {"KV_HEAD_NUM": 2, "GROUP_SIZE": 2, "HEAD_SIZE": 32, "BLOCK_SIZE": 16, "NUM_BLOCKS": len(case.key)}
-    counts |= {"TILE_ROWS": 64, "HAS_SHIFT": 0, "LSE": 0, "SLOPES": 0}
-    for name, value in (strides | counts).items():
-        assert call.pop(name) == value, name
-    assert call.pop("PARTIALS") == -(-workspace.array.ctypes.data // 64) * 64
-    assert set(call) == {"WORK", "MERGE", "SEQUENCES", "RUNS", "STATUS"}
-    assert len(set(call.values())) == 5
-    assert launch.factors == tuple(np.float32([case.qk_scale, 1, 1.4426950408889634, 1]).tolist())
-
-
-CALL_NAMES = {name for name, value in vars(c).items() if name.isupper() and type(value) is int} - {
-    *("CALL_LENGTH", "QK_SCALE", "UNIT", "UNIT_LOG2", "Q_SIGN", "FACTORS_LENGTH")
-}
+        assert params.pop(name) == array.ctypes.data
+    axes = {"q": q, "k": k, "v": v, "table": table, "mask": mask, "out": out.array}
+    names = {"q": ("token", "head"), "k": ("block", "slot", "head"), "v": ("block", "slot", "head")}
+    names |= {"table": ("row", "column"), "mask": ("head", "row", "column"), "out": ("token", "head")}
+    for of, array in axes.items():
+        for axis, stride in zip(names[of], array.strides, strict=False):
+            assert params.pop(f"{of}_{axis}_stride") == stride, (of, axis)
+    counts = {"kv_head_num": 2, "group_size": 2, "head_size": 32, "block_size": 16, "num_blocks": len(case.key)}
+    counts |= {"tile_rows": 64, "has_shift": 0, "lse_ptr": 0, "slopes_ptr": 0}
+    for name, value in counts.items():
+        assert params.pop(name) == value, name
+    assert params.pop("partials_ptr") == -(-workspace.array.ctypes.data // 64) * 64
+    factors = {"qk_scale": case.qk_scale, "unit": 1, "unit_log2": 1.4426950408889634, "q_sign": 1}
+    for name, factor in factors.items():
+        assert params.pop(name) == np.float32(factor), name
+    assert set(params) == {"work_ptr", "merge_ptr", "sequences_ptr", "runs_ptr", "status_ptr"}
+    assert len(set(params.values())) == 5
 
 
 def test_strides_beyond_4_gib(idle: FakeDriver) -> None:
@@ -114,9 +113,9 @@ def test_strides_beyond_4_gib(idle: FakeDriver) -> None:
         for name in ("key", "value")
     )
     planned(idle, case, key=far[0], value=far[1])[1].run()
-    call = idle.launches[0].call
-    assert call[c.K] == 1 << 40
-    assert (call[c.K_BLOCK], call[c.K_SLOT], call[c.K_HEAD]) == (3 << 32, 5 << 33, 128)
+    params = idle.launches[0].params
+    assert params.k_ptr == 1 << 40
+    assert (params.k_block_stride, params.k_slot_stride, params.k_head_stride) == (3 << 32, 5 << 33, 128)
 
 
 def test_rebind(fake: FakeDriver) -> None:
@@ -136,7 +135,7 @@ def test_rebind(fake: FakeDriver) -> None:
     assert fake.names("to_device")[: len(uploads)] == uploads
     kernels = [launch.kernel for launch in fake.launches[:4]]
     assert [kernel.endswith("_unaligned") for kernel in kernels] == [False, False, True, False]
-    assert fake.launches[2].call[c.WORK] == fake.launches[0].call[c.WORK]
+    assert fake.launches[2].params.work_ptr == fake.launches[0].params.work_ptr
 
 
 @pytest.mark.parametrize(
@@ -170,13 +169,13 @@ def test_slopes(idle: FakeDriver) -> None:
     _, op, _ = planned(idle, case)
     for _ in range(3):
         op.rebind(slopes=case.slopes.copy()).run()
-    assert len({launch.call[c.SLOPES] for launch in idle.launches}) == 1
+    assert len({launch.params.slopes_ptr for launch in idle.launches}) == 1
     copied = list(each_call(idle, "to_device"))
     assert sorted(num_bytes for _, _, num_bytes, _ in copied)[0] == case.slopes.nbytes
     assert len(copied) == 2
     there = DeviceArray(idle, case.slopes)
     op.rebind(slopes=there).run()
-    assert idle.launches[-1].call[c.SLOPES] == case.slopes.ctypes.data
+    assert idle.launches[-1].params.slopes_ptr == case.slopes.ctypes.data
     assert len(list(each_call(idle, "to_device"))) == 2
 
 

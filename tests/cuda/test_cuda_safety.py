@@ -24,7 +24,6 @@ from numba_prefix.cuda import target
 from numba_prefix.cuda.device import driver as driver_module
 from numba_prefix.cuda.device import gpu, streams
 from numba_prefix.cuda.device.driver import LEGACY_STREAM, DriverError, get_driver
-from numba_prefix.cuda.kernel import spec
 from numba_prefix.front.operation import Context
 
 # --- streams ---------------------------------------------------------------------------------------------------------
@@ -163,7 +162,7 @@ def test_runs_within_runs(monkeypatch: pytest.MonkeyPatch) -> None:
     inner.append(op)
     op.run(workspaces[0])
     places = [-(-w.array.ctypes.data // 64) * 64 for w in workspaces]
-    used = [target.call[spec.PARTIALS] for target in fake.launches]
+    used = [target.params.partials_ptr for target in fake.launches]
     assert used == [places[0], places[1], places[1], places[0]]
 
 
@@ -321,9 +320,9 @@ def test_no_launch_is_left_unchecked(idle: FakeDriver) -> None:
     case = case_of(lengths=SHORT)
     _, op, out = planned(idle, case)
     op.run()
-    call = list(idle.launches[0].call)
-    call[spec.K_SLOT] += 64
-    wrong = Launched(**{**vars(idle.launches[0]), "call": tuple(call)})
+    params = idle.launches[0].params
+    params = params._replace(k_slot_stride=params.k_slot_stride + 64)
+    wrong = Launched(**{**vars(idle.launches[0]), "params": params})
     with pytest.raises((AssertionError, ValueError)):
         standins.execute(wrong, idle.memory)
         assert_close(out.array, case)

@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 
 from numba_prefix.cuda.device.driver import LEGACY_STREAM, DriverError
-from numba_prefix.cuda.kernel.spec import CALL_LENGTH, FACTORS_LENGTH
+from numba_prefix.cuda.kernel.params import INTEGERS, Params
 
 from .memory import Memory, aligned_bytes
 from .module import Module
@@ -36,8 +36,7 @@ class Launched:
     block: int
     shared_bytes: int
     stream: int
-    call: tuple[int, ...]
-    factors: tuple[float, ...]
+    params: Any  # a Params
 
 
 def interpreted(launched: Launched, memory: Memory) -> None:
@@ -47,7 +46,7 @@ def interpreted(launched: Launched, memory: Memory) -> None:
         grid=launched.grid,
         block=launched.block,
         shared_bytes=launched.shared_bytes,
-        arguments=[*launched.call, *launched.factors],
+        arguments=list(launched.params),
         memory=memory,
     )
 
@@ -213,11 +212,11 @@ class FakeDriver:
         allowed = self.shared_allowed.get(kernel, 48 << 10)
         if not 0 < grid < 2**31 or not 0 < block <= 1024 or shared_bytes > allowed:
             raise DriverError("cuLaunchKernel", "CUDA_ERROR_INVALID_VALUE")
-        pointers = (ctypes.c_uint64 * (CALL_LENGTH + FACTORS_LENGTH)).from_address(parameters)
-        call = tuple(ctypes.c_int64.from_address(place).value for place in pointers[:CALL_LENGTH])
-        factors = tuple(ctypes.c_float.from_address(place).value for place in pointers[CALL_LENGTH:])
+        pointers = (ctypes.c_uint64 * len(Params._fields)).from_address(parameters)
+        types = (ctypes.c_int64 if name in INTEGERS else ctypes.c_float for name in Params._fields)
+        params = Params._make(kind.from_address(place).value for kind, place in zip(types, pointers, strict=True))
         cubin, name = self._kernels[kernel]
-        launched = Launched(name, cubin, grid, block, shared_bytes, stream, call, factors)
+        launched = Launched(name, cubin, grid, block, shared_bytes, stream, params)
         self.launches.append(launched)
         if stream not in self.capturing:
             self._submit(lambda: self.execute(launched, self.memory))

@@ -39,7 +39,7 @@ def test_generated_biases(q_pos: int, behind: int, slope: float) -> None:
 
 @given(q_pos=st.integers(0, 5000), behind=st.integers(0, 5000))
 def test_template_place(q_pos: int, behind: int) -> None:
-    """The row and the shift of the compressed template, from the contract's table."""
+    """The row and the shift of the compressed template, from the table in tests/contract.md."""
     kv_pos = max(0, q_pos - behind)
     m, r, n = q_pos // 128, q_pos % 128, kv_pos // 128
     assert masks.template_row(np.int32(q_pos), np.int32(kv_pos)) == (r if n == m else 128 + r)

@@ -1,4 +1,4 @@
-"""Public bug reports of this field as cases, D16 to D29: layouts, dtypes, rounding, index types, read-only memory."""
+"""Public bug reports of this field as cases, D16 to D29 of bugs.md: layouts, dtypes, rounding, index types, read-only memory."""
 
 from __future__ import annotations
 

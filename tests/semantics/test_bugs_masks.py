@@ -1,4 +1,4 @@
-"""Public bug reports of this field as cases, D01 to D15: masks, softmax, lengths, heads."""
+"""Public bug reports of this field as cases, D01 to D15 of bugs.md: masks, softmax, lengths, heads."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Sections 1, 2, 3 and 4 of the contract: one test per row of its tables."""
+"""Sections 1, 2, 3 and 4 of tests/contract.md: one test per row of its tables."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Section 5 of the contract: the edge cases that have a result."""
+"""Section 5 of tests/contract.md: the edge cases that have a result."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Section 5 of the contract: what is refused, with the argument's name, what was given and what is expected."""
+"""Section 5 of tests/contract.md: what is refused, with the argument's name, what was given and what is expected."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Section 6 of the contract: the Python surface."""
+"""Section 6 of tests/contract.md: the Python surface."""
 
 from __future__ import annotations
 

@@ -126,7 +126,7 @@ def test_template_equals_generator(target: str, kind: str, mask_dtype: str) -> N
 @pytest.mark.parametrize("mask_dtype", ["float16", "float32"])
 @pytest.mark.parametrize("kind", ALIBI)
 def test_template_value_by_value(target: str, kind: str, mask_dtype: str) -> None:
-    """A template of arbitrary entries and slopes of both signs, against the table of the contract."""
+    """A template of arbitrary entries and slopes of both signs, against the table in tests/contract.md."""
     case = with_mask(
         make_case([70, 1, 130], [70, 385, 300], head_num=4, kv_head_num=2, dtype="float16"),
         f"{kind}-template",

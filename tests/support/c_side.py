@@ -1,4 +1,5 @@
-"""A C caller's side of the C interface, in ctypes: descriptors of NumPy arrays, and the four functions."""
+"""A C caller's use of the C interface, in ctypes: descriptors of NumPy arrays, and the four
+functions."""
 
 from __future__ import annotations
 
@@ -34,7 +35,7 @@ _last_error = ctypes.CFUNCTYPE(ctypes.c_uint64, _P, ctypes.c_uint64)(api.NumbaPr
 
 
 def tensor(array: np.ndarray | None, **changes: Any) -> CTensor | None:
-    """A descriptor of the array as it is, fields changed; dims and strides may be given as lists."""
+    """A descriptor of the array, with fields changed; dims and strides may be given as lists."""
     if array is None:
         return None
     given = {
@@ -53,7 +54,8 @@ def tensor(array: np.ndarray | None, **changes: Any) -> CTensor | None:
 
 
 def problem(case: Case, out: np.ndarray | None, **changes: Any) -> dict[str, Any]:
-    """The first phase's arguments apart from the results' places: descriptors, numbers and None."""
+    """The first phase's arguments except the addresses of its results: descriptors, numbers and
+    None."""
     lengths = {"seqLen": np.array(case.seq_len, np.int32), "kvSeqLen": np.array(case.kv_seq_len, np.int32)}
     arrays = {"query": case.query, "key": case.key, "value": case.value, "blockTables": case.block_tables}
     arrays |= {"mask": case.mask, "slopes": case.slopes, "attnOut": out} | lengths
@@ -78,7 +80,7 @@ def address(thing: Any) -> int | None:
 def plan(
     arguments: dict[str, Any], op: int | None = None, context: CContext | None = None
 ) -> tuple[int, int, int | None]:
-    """Status, workspace size (-1: none written) and handle."""
+    """Status, workspace size (-1: not written) and handle."""
     size, handle = ctypes.c_uint64(2**64 - 1), _P(op)
     a = {name: address(arguments[name]) for name in TENSORS}
     status = _first(
@@ -105,13 +107,13 @@ def last_error() -> str:
 
 
 def last_error_into(size: int) -> tuple[int, bytes]:
-    """The length told, and a buffer of which all but `size` bytes are x."""
+    """The length returned, and a buffer of which all but `size` bytes are x."""
     text = ctypes.create_string_buffer(b"x" * 100, 100)
     return _last_error(text, size), text.raw
 
 
 def compute(arguments: dict[str, Any]) -> None:
-    """Both phases, which have to succeed."""
+    """Run both phases, which have to succeed."""
     status, size, op = plan(arguments)
     assert (status, last_error()) == (Status.NO_ERROR, "")
     status = run(np.full(size, 0xFF, np.uint8), size, op)
@@ -127,7 +129,7 @@ def compiler(*names: str) -> str:
 
 
 def compiled_caller(directory: Path) -> Path:
-    """scripts/caller.c as a shared library."""
+    """A shared library of scripts/caller.c."""
     if sys.platform == "win32":
         pytest.skip("caller.c uses pthreads")
     library = directory / "caller.so"

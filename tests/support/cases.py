@@ -1,4 +1,5 @@
-"""Ragged paged problems with known contents, and the means to run them on any target and to judge the result."""
+"""Ragged paged problems with known contents; functions that run them on any target and judge the
+results."""
 
 from __future__ import annotations
 
@@ -18,7 +19,8 @@ DTYPES: dict[str, Any] = {"float16": np.float16, "bfloat16": ml_dtypes.bfloat16,
 ALIBI = ("alibi", "alibi_sqrt", "alibi_left_align")
 INT_MAX = 2**31 - 1
 FEW_NUMBERS = 16
-# Two float64 evaluations of one formula differ by rounding only: about (number of keys) * 2e-16, relative.
+# Two float64 evaluations of one formula differ by rounding only: about (number of keys) * 2e-16,
+# relative.
 FLOAT64_TOLERANCE = 1e-12
 
 Filler = Callable[[int, np.ndarray, np.ndarray, np.ndarray], Any]
@@ -26,7 +28,7 @@ Filler = Callable[[int, np.ndarray, np.ndarray, np.ndarray], Any]
 
 @dataclass(frozen=True)
 class Case:
-    """One problem: the logical K/V of each sequence, and the same laid out in pages."""
+    """One problem: the logical K/V of each sequence, and the same in a paged cache."""
 
     query: np.ndarray  # [num_tokens, head_num, head_size]
     keys: tuple[np.ndarray, ...]  # per sequence [kv_len, kv_head_num, head_size]
@@ -72,7 +74,8 @@ def _sequence(fill: Any, b: int, shape: tuple[int, ...], rng: np.random.Generato
 def paged(
     sequences: Sequence[np.ndarray], block_size: int, *, tables: np.ndarray, num_blocks: int, poison: float
 ) -> np.ndarray:
-    """Lay sequences out in pages named by the tables; every slot that is not addressed holds `poison`."""
+    """Lay sequences out in the blocks that the tables name; every slot that is not addressed holds
+    `poison`."""
     shape, dtype = sequences[0].shape[1:], sequences[0].dtype
     cache = np.full((num_blocks, block_size, *shape), poison, dtype)
     for b, sequence in enumerate(sequences):
@@ -85,7 +88,8 @@ def paged(
 def shuffled_tables(
     kv_seq_len: Sequence[int], block_size: int, rng: np.random.Generator, *, spare: int = 2, tail: int = 2
 ) -> tuple[np.ndarray, int]:
-    """Tables over shuffled pages with `tail` junk columns at least, and a block count with `spare` pages unnamed."""
+    """Tables over shuffled blocks with at least `tail` junk columns, and a block count with `spare`
+    blocks unnamed."""
     counts = [-(-kv // block_size) for kv in kv_seq_len]
     num_blocks = sum(counts) + spare
     pages = iter(rng.permutation(num_blocks))
@@ -115,7 +119,8 @@ def make_case(
     qk_scale: float | None = None,
     **extra: Any,
 ) -> Case:
-    """A seeded problem. query: None (normal), a number or an array; key, value: also f(b, j, kv_head, column)."""
+    """A seeded problem. query: None (normal), a number or an array; key, value: also f(b, j,
+    kv_head, column)."""
     rng = np.random.default_rng(seed)
     kv_head_num = kv_head_num or head_num
     to = DTYPES[dtype]
@@ -134,7 +139,7 @@ def make_case(
 
 
 def repaged(case: Case, *, seed: int, block_size: int | None = None, poison: float = np.nan, tail: int = 2) -> Case:
-    """The same logical problem in other pages."""
+    """The same logical problem in other blocks."""
     size = block_size or case.key.shape[1]
     tables, num_blocks = shuffled_tables(case.kv_seq_len, size, np.random.default_rng(seed), spare=3, tail=tail)
     kinds = {"tables": tables, "num_blocks": num_blocks, "poison": poison}
@@ -162,7 +167,8 @@ def select(case: Case, order: Sequence[int]) -> Case:
 
 
 def chunk(case: Case, begin: int, end: int) -> Case:
-    """Query rows begin..end of the only sequence, over the keys present once those rows are written."""
+    """Query rows begin..end of the only sequence, over the keys present once those rows are
+    written."""
     (q_len,), (kv_len,) = case.seq_len, case.kv_seq_len
     kv = kv_len - q_len + end
     return replace(
@@ -176,7 +182,7 @@ def chunk(case: Case, begin: int, end: int) -> Case:
 
 
 def repeated_heads(case: Case) -> Case:
-    """The multi-head problem that a grouped one stands for."""
+    """The multi-head problem equivalent to a grouped one."""
     group = case.query.shape[1] // case.key.shape[2]
     return replace(
         case,
@@ -188,7 +194,8 @@ def repeated_heads(case: Case) -> Case:
 
 
 def distance_template(mask_type: str) -> np.ndarray:
-    """ATB's [256, 256] template with nothing rounded: distance, its root, or the column; +inf where j > i."""
+    """ATB's [256, 256] template without rounding: distance, its root, or the column; +inf where j >
+    i."""
     i, j = np.ogrid[:256, :256]
     if mask_type == "alibi_left_align":
         return np.broadcast_to(j % 128, (256, 256)).astype(np.float32)
@@ -197,7 +204,8 @@ def distance_template(mask_type: str) -> np.ndarray:
 
 
 def with_mask(case: Case, form: str, seed: int = 0, mask_dtype: str = "float32") -> Case:
-    """Add slopes or a random mask: form is "none", "causal", or KIND-generator, KIND-template, KIND-heads."""
+    """Add slopes or a random mask: form is "none", "causal", or KIND-generator, KIND-template,
+    KIND-heads."""
     kind, _, how = form.partition("-")
     rng, heads, to = np.random.default_rng(seed), case.query.shape[1], DTYPES[mask_dtype]
     if not how:
@@ -216,7 +224,8 @@ MASK_FORMS = ("none", "causal", *(f"{kind}-{how}" for kind in ALIBI for how in (
 
 
 def run(case: Case, target: str, /, **overrides: Any) -> Any:
-    """The result of a target, every argument by name; of "cuda" on a fake GPU (cc, execute: see cuda_target)."""
+    """The result of a target, with every argument by name; "cuda" runs on a fake GPU (cc, execute:
+    see cuda_target)."""
     if target == "cuda":
         import cuda_target
 
@@ -225,7 +234,7 @@ def run(case: Case, target: str, /, **overrides: Any) -> Any:
 
 
 def bias_of(case: Case, head: int, p: int, j: np.ndarray) -> np.ndarray:
-    """Section 3 of the contract, word by word, in float64."""
+    """The bias of section 3 of tests/contract.md, word by word, in float64."""
     kind = MaskType.parse(case.mask_type)
     if kind in (MaskType.NONE, MaskType.CAUSAL_MASK):
         return np.zeros(len(j))
@@ -248,7 +257,8 @@ def bias_of(case: Case, head: int, p: int, j: np.ndarray) -> np.ndarray:
 
 
 def brute(case: Case) -> tuple[np.ndarray, np.ndarray]:
-    """Float64 (out, lse), one row at a time over the keys that row may see."""
+    """The result (out, lse) in float64, one row after the other, over the keys that the row may
+    see."""
     num_tokens, head_num, head_size = case.query.shape
     out, lse = np.zeros((num_tokens, head_num, head_size)), np.full((num_tokens, head_num), -np.inf)
     group = head_num // case.key.shape[2]
@@ -274,7 +284,8 @@ _known: dict[bytes, Any] = {}
 
 
 def once(what: Callable[..., Any], case: Case) -> Any:
-    """what(**arguments, return_lse=True), computed once per session for one set of inputs."""
+    """Result of what(**arguments, return_lse=True), computed once per session for one set of
+    inputs."""
     digest = hashlib.blake2b(f"{what.__name__}".encode())
     for name, value in case.arguments().items():
         array = value if isinstance(value, np.ndarray) else None
@@ -298,7 +309,8 @@ def to_numpy(out: Any) -> np.ndarray:
 
 
 def naming(*patterns: Any) -> str:
-    """A pattern for pytest.raises(match=...): every one of them occurs, numbers as whole numbers, in any order."""
+    """A pattern for pytest.raises(match=...): all the given texts occur, numbers as whole numbers,
+    in any order."""
     parts = [rf"(?<![\w-]){p}(?!\w)" if isinstance(p, int) else f"(?:{p})" for p in patterns]
     return "(?s)^" + "".join(f"(?=.*{p})" for p in parts)
 
@@ -314,10 +326,11 @@ def same_bits(a: Any, b: Any) -> None:
 
 
 def assert_near(out: Any, expected: Any) -> None:
-    """Within 4 eps(out) of the largest expected value: the tolerance with 1 eps for its naive part.
+    """Assert that all values are within 4 eps(out) of the largest expected value: the tolerance
+    with 1 eps for its naive part.
 
-    2 eps were too few for sums over tiles of 128 keys: 2.2 eps were measured (132 keys of weight 1/3, float32), where a
-    plain sum in float32 is no nearer.
+    2 eps were too few for sums over tiles of 128 keys: 2.2 eps were measured (132 keys of weight
+    1/3, float32), where a plain sum in float32 is no nearer.
     """
     out = to_numpy(out)
     expected = np.broadcast_to(np.asarray(expected, np.float64), out.shape)
@@ -326,7 +339,8 @@ def assert_near(out: Any, expected: Any) -> None:
 
 
 def assert_value(out: Any, expected: Any) -> None:
-    """`expected` is a value of the output's dtype that sums of whole numbers give: 16-bit results must hit it."""
+    """Assert equality with `expected`, a value of the output's dtype that sums of whole numbers
+    give: 16-bit results must hit it."""
     out = to_numpy(out)
     if out.itemsize > 2:
         return assert_near(out, expected)
@@ -340,13 +354,14 @@ def judge(out: Any, ref: np.ndarray, plain: Any, what: str) -> None:
     out = to_numpy(out)
     assert out.shape == ref.shape, (what, out.shape, ref.shape)
     result = budget(out, ref, plain)
-    # Few numbers have no mean error to speak of: 1.07 of the mean allowed, within the largest allowed, for a single lse.
+    # The mean of few numbers is not tested: a single lse reached 1.07 of the mean allowed, within
+    # the largest allowed.
     is_mean_judged = out.size >= FEW_NUMBERS
     assert result.ok or (not is_mean_judged and result.max_error <= result.max_allowed), f"{what}: {result}"
 
 
 def assert_close(out: Any, case: Case, lse: Any = None) -> None:
-    """House tolerance against the oracle."""
+    """Assert the house tolerance against the oracle."""
     ref, ref_lse = once(reference, case)
     plain, plain_lse = once(naive, case)
     out = to_numpy(out)
@@ -357,7 +372,7 @@ def assert_close(out: Any, case: Case, lse: Any = None) -> None:
 
 
 def assert_oracle(case: Case) -> None:
-    """The oracle itself against brute force, both in float64."""
+    """Assert that the oracle agrees with brute force, both in float64."""
     for got, want in zip(once(reference, case), brute(case), strict=True):
         scale = np.abs(want[np.isfinite(want)]).max(initial=0.0)
         np.testing.assert_allclose(got, want, rtol=0, atol=FLOAT64_TOLERANCE * max(scale, 1.0))

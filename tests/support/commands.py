@@ -1,4 +1,4 @@
-"""Calling the command line inside the test's process."""
+"""Calls of the command line inside the test's process."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def succeed(capsys: pytest.CaptureFixture[str], *arguments: str) -> dict[str, An
 
 
 def fail(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
-    """The one line that a command with exit code 2 leaves on stderr."""
+    """The only line that a command with exit code 2 leaves on stderr."""
     code = main([*arguments])
     printed = capsys.readouterr()
     assert code == 2
@@ -34,6 +34,6 @@ def fail(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
 
 
 def shift_oracle(monkeypatch: pytest.MonkeyPatch, module: Any) -> None:
-    """Have the results judged against numbers that are not theirs."""
+    """Make the oracle's numbers wrong for the results judged."""
     honest = module.budget
     monkeypatch.setattr(module, "budget", lambda out, ref, naive: honest(out, ref + 1.0, naive + 1.0))

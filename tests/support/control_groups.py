@@ -1,4 +1,5 @@
-"""Control groups for tests: trees of files that look like them, and real ones where this process may make them."""
+"""Control groups for tests: trees of files that look like them, and real ones where this process
+may make them."""
 
 from __future__ import annotations
 
@@ -21,7 +22,8 @@ def tree(top: Path, files: dict[str, str]) -> Path:
 
 @contextlib.contextmanager
 def limited_to_one_cpu() -> Iterator[Path | None]:
-    """An unlimited group inside one with a quota of one CPU, below this process's own; None where none can be made."""
+    """An unlimited group inside one with a quota of one CPU, below this process's own; None where
+    none can be made."""
     made: list[Path] = []
     try:
         yield _make(made)

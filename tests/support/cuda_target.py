@@ -1,4 +1,5 @@
-"""The CUDA target on machines without a GPU: its own kernels, compiled for a compute capability and their PTX interpreted."""
+"""The CUDA target on machines without a GPU: its own kernels, compiled for a compute capability and
+their PTX interpreted."""
 
 from __future__ import annotations
 
@@ -20,8 +21,7 @@ from ptx.device import FakeDriver, Launched, interpreted
 import numba_prefix as nbp
 from numba_prefix.cuda.compile import compiler, cubins
 from numba_prefix.cuda.device import driver
-from numba_prefix.cuda.kernel.choice import CHUNK, family_of, head_dim_of
-from numba_prefix.cuda.kernel.spec import KernelSpec
+from numba_prefix.cuda.kernel.spec import CHUNK, KernelSpec, family_of, head_dim_of
 
 CCS = ((7, 5), (8, 0), (9, 0), (12, 0))
 Execute = Callable[[Launched, Memory], None]
@@ -29,10 +29,12 @@ Execute = Callable[[Launched, Memory], None]
 
 Kernel = tuple[KernelSpec, tuple[int, int]]
 
-# This session's, by kind and compute capability; a kernel's PTX stands where its cubin would.
+# This session's kernels, by kind and compute capability; a kernel's PTX takes the place of its
+# cubin.
 kernels: dict[Kernel, compiler.Compiled] = {}
 _ahead: dict[KernelSpec, Future[dict[Kernel, compiler.Compiled]]] = {}
-_lto_ir = functools.cache(compiler._lto_ir)  # which keeps four; tests come back to one for another compute capability
+# The original keeps four; tests return to one for another compute capability.
+_lto_ir = functools.cache(compiler._lto_ir)
 
 
 def spec_of(dtype: str, head_size: int, form: str, cc: tuple[int, int], mask_dtype: str = "float32") -> KernelSpec:
@@ -43,11 +45,11 @@ def spec_of(dtype: str, head_size: int, form: str, cc: tuple[int, int], mask_dty
     mask_dtype = mask_dtype if how in ("template", "heads") else ""
     is_aligned = head_size * np.dtype(DTYPES[dtype]).itemsize % CHUNK == 0
     family, head_dim = family_of(dtype, cc), head_dim_of(head_size)
-    return KernelSpec(family, dtype, dtype, head_dim, bias, form != "none", mask_dtype, is_aligned)
+    return KernelSpec(family, dtype, dtype, head_dim, bias, mask_dtype, is_aligned)
 
 
 def is_measured(spec: KernelSpec) -> bool:
-    """Whether what a kernel takes of a GPU is known here, for which its cubin is made too."""
+    """Whether the registers and spills of a kernel are known here, which needs its cubin too."""
     return spec.bias in ("none", "heads_mask") and spec.head_dim in (32, 64, 128) and spec.is_aligned
 
 
@@ -71,7 +73,7 @@ def _compiled_for(spec: KernelSpec, ccs: list[tuple[int, int]]) -> dict[Kernel, 
 
 
 def build_ahead(wanted: Iterable[Kernel]) -> None:
-    """Compiles many kernels beside the tests, on CPU time that nothing else wants: tests mostly take one thread."""
+    """Compile many kernels beside the tests, on idle CPU time: tests mostly take one thread."""
     ccs_of: dict[KernelSpec, list[tuple[int, int]]] = {}
     for spec, cc in dict.fromkeys(wanted):
         ccs_of.setdefault(spec, []).append(cc)
@@ -86,7 +88,7 @@ def _give_way() -> None:
 
 
 def forget_ahead() -> None:
-    """Nobody waits for what is not begun."""
+    """Cancel compilations that have not begun."""
     for future in _ahead.values():
         future.cancel()
 
@@ -98,7 +100,7 @@ def parsed(ptx: str) -> Module:
 
 @contextmanager
 def gpu(cc: tuple[int, int], execute: Execute = interpreted) -> Iterator[FakeDriver]:
-    """A fake GPU in place of the process's driver."""
+    """Put a fake GPU in place of the process's driver."""
     fake = FakeDriver(cc=cc, execute=execute)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(driver, "_driver", fake)
@@ -107,7 +109,7 @@ def gpu(cc: tuple[int, int], execute: Execute = interpreted) -> Iterator[FakeDri
 
 
 def run(case: Case, cc: tuple[int, int] = (8, 0), execute: Execute = interpreted, **overrides: Any) -> Any:
-    """A case's result as NumPy arrays; its arrays go to the GPU, but for the slopes."""
+    """A case's result as NumPy arrays; its arrays go to the GPU, except the slopes."""
     with gpu(cc, execute) as fake:
         arguments = case.arguments() | {"target": "cuda"} | overrides
         for name, value in arguments.items():

@@ -1,4 +1,4 @@
-"""Arrays that say that they are on a GPU, and speak the protocols, over host memory."""
+"""Arrays over host memory that claim to be on a GPU, with the protocols of one."""
 
 from __future__ import annotations
 
@@ -12,7 +12,8 @@ from numba_prefix.cuda.device.array import make_capsule
 
 
 class DeviceArray:
-    """An array on a fake GPU, over memory of NumPy's. protocol: "dlpack", or "cuda" for the CUDA array interface."""
+    """An array on a fake GPU, over NumPy's memory. protocol: "dlpack", or "cuda" for the CUDA array
+    interface."""
 
     def __init__(
         self,
@@ -69,5 +70,5 @@ class _Namespace:
         self._owner = owner
 
     def empty(self, shape: Any, dtype: Any, device: Any = None) -> DeviceArray:
-        """Filled with NaN, so that what is never written shows."""
+        """An array filled with NaN, so that elements never written show."""
         return self._owner._like(np.full(shape, np.nan, dtype))

@@ -1,7 +1,8 @@
-"""A pytest plugin (-p emulated): paths whose instructions this CPU lacks, with those imitated in plain vector code.
+"""A pytest plugin (-p emulated): paths whose instructions this CPU lacks, with these imitated in
+plain vector code.
 
-What is imitated is the instructions alone, by Intel's description of them; all that surrounds them is what ships. Tiles are one
-set for the process: problems have to stay on one thread.
+Only the instructions are imitated, by Intel's description of them; the code around them is the
+shipped code. The process has one set of tiles: problems have to stay on one thread.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ import numpy as np
 
 from numba_prefix.cpu import isa
 from numba_prefix.cpu.compile import cache
-from numba_prefix.cpu.compile.jit import inline, part
+from numba_prefix.cpu.compile.jit import device_function, inline
 from numba_prefix.cpu.paths import PATHS, Path, amx, avx512_bf16
 from numba_prefix.cpu.simd import amx_tiles, bf16_pairs
 from numba_prefix.cpu.simd.lanes import call, constant, f32x16, i32x16
@@ -20,24 +21,25 @@ from numba_prefix.cpu.simd.memory import load1_i32, load_f32, load_i32, splat_f3
 from numba_prefix.rules.elementwise import multiply_add, where
 
 TILE = 1024
-MEMORY = np.full(amx_tiles.NUM_TILES * TILE, 0xFF, np.uint8)  # NaN: a tile that is used before it is loaded shows
+# NaN: a tile that is used before it is loaded shows.
+MEMORY = np.full(amx_tiles.NUM_TILES * TILE, 0xFF, np.uint8)
 BASE = MEMORY.ctypes.data
 ZERO, SMALLEST = np.float32(0.0), np.float32(2.0**-126)
 
 
-@part
+@device_function
 def tile_zero(tile: Any) -> None:
     for row in range(16):
         store_f32(BASE + TILE * tile + 64 * row, splat_f32(ZERO))
 
 
-@part
+@device_function
 def tile_load(tile: Any, address: Any, stride: Any) -> None:
     for row in range(16):
         store_f32(BASE + TILE * tile + 64 * row, load_f32(address + stride * row))
 
 
-@part
+@device_function
 def tile_store(tile: Any, address: Any, stride: Any) -> None:
     for row in range(16):
         store_f32(address + stride * row, load_f32(BASE + TILE * tile + 64 * row))
@@ -45,11 +47,11 @@ def tile_store(tile: Any, address: Any, stride: Any) -> None:
 
 @inline
 def flushed(x: Any) -> Any:
-    """As these instructions see numbers: subnormal ones are 0."""
+    """The number as these instructions see it: subnormal ones are 0."""
     return where((x < SMALLEST) & (x > -SMALLEST), ZERO, x)
 
 
-@part
+@device_function
 def tile_dot(c: Any, a: Any, b: Any) -> None:
     for row in range(16):
         at = BASE + TILE * c + 64 * row
@@ -86,7 +88,8 @@ def is_real(path: Path) -> bool:
 
 
 def install() -> None:
-    """Before anything asks for a path. Real ones stay real; kernels of the others are not kept on disk."""
+    """Replace the paths, before any code asks for one. Real ones stay real; kernels of the others
+    are not kept on disk."""
     lacking = {path for path in PATHS if not is_real(path)}
     if avx512_bf16.PATH in lacking:
         bf16_pairs.dot_pairs = dot_pairs

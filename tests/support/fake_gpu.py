@@ -14,13 +14,14 @@ import numba_prefix as nbp
 from numba_prefix.cuda.compile import cubins
 from numba_prefix.cuda.device import driver
 
-# One sequence long enough for its keys to be split, an empty one, and one whose rows are not whole tiles.
+# One sequence long enough for its keys to be split, an empty one, and one whose rows are not whole
+# tiles.
 LENGTHS = ([5, 0, 33, 1], [21, 7, 150, 2100])
 SHORT = ([5, 0, 33, 1], [21, 7, 150, 90])
 
 
 def install(monkeypatch: Any, **options: Any) -> FakeDriver:
-    """A fake driver; its kernels are the stand-ins unless it interprets real ones."""
+    """Install a fake driver; its kernels are the stand-ins unless it interprets real ones."""
     fake = FakeDriver(**({"execute": standins.execute} | options))
     monkeypatch.setattr(driver, "_driver", fake)
     if fake.execute is not interpreted:
@@ -34,14 +35,14 @@ def case_of(dtype: str = "float16", lengths: Any = LENGTHS, **changes: Any) -> C
 
 
 def spoilt(case: Case) -> Case:
-    """With a block id that does not exist."""
+    """The case with a block id that does not exist."""
     tables = case.block_tables.copy()
     tables[2, 1] = 9999
     return Case(**{**vars(case), "block_tables": tables})
 
 
 def on_gpu(fake: FakeDriver, case: Case, **options: Any) -> dict[str, Any]:
-    """A case's arguments, its arrays on the GPU but for the slopes."""
+    """A case's arguments, its arrays on the GPU except the slopes."""
     return {
         name: DeviceArray(fake, value, **options) if isinstance(value, np.ndarray) and name != "slopes" else value
         for name, value in case.arguments().items()
@@ -62,7 +63,8 @@ def planned(
 
 
 def buffer(fake: FakeDriver, num_bytes: int, begin: int = 0) -> tuple[DeviceArray, np.ndarray]:
-    """A workspace that begins `begin` bytes after a multiple of 64, within what is returned too."""
+    """A workspace that begins `begin` bytes after a multiple of 64, and the array that it lies
+    in."""
     whole = np.full(num_bytes + 256, 0xAB, np.uint8)
     skip = -whole.ctypes.data % 64 + begin
     return DeviceArray(fake, whole[skip : skip + num_bytes]), whole

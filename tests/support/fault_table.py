@@ -1,6 +1,7 @@
-"""The README's table of faults, made of what a run of the tests has logged:
+"""The README's table of faults, made from the log of a run of the tests.
 
-NUMBA_PREFIX_FAULT_LOG=log python -m pytest && python tests/support/fault_table.py log --write README.md
+NUMBA_PREFIX_FAULT_LOG=log python -m pytest
+python tests/support/fault_table.py log --write README.md
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ BEGIN, END = "<!-- faults -->\n", "<!-- /faults -->\n"
 
 
 def table(lines: Iterable[str]) -> str:
-    """Markdown: a row per fault, a column per threading layer, and what happened in each.
+    """Markdown: a row per fault, a column per threading layer, and the outcome in each.
 
     Several cases of one cell are joined: their outcomes in order, without repetition.
     """
@@ -36,7 +37,7 @@ def table(lines: Iterable[str]) -> str:
 
 
 def parts(text: str) -> tuple[str, str, str]:
-    """A README before the table, the table, and what comes after."""
+    """The README's text before the table, the table, and the text after it."""
     before, begin, rest = text.partition(BEGIN)
     inside, end, after = rest.partition(END)
     if not begin or not end:

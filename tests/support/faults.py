@@ -1,4 +1,4 @@
-"""The faults that a service can meet, and what became of each: one JSON line per case in the file that
+"""The faults that a service can meet, and their outcomes: one JSON line per case in the file that
 $NUMBA_PREFIX_FAULT_LOG names.
 
 `python tests/support/fault_table.py FILE` makes the README's table of it.
@@ -19,7 +19,7 @@ ANY_LAYER = "any"
 RIGHT = "right result"
 NOT_INSTALLED = "not installed"
 
-# Key: what happens to the process, and in a word what comes of it if all is well; in the order of the README's table.
+# Key: the fault, and the outcome if all is well; in the order of the README's table.
 FAULTS = {
     "pool": ("calls from the host's thread pool beside its own parallel function", RIGHT),
     "per_call": ("`num_threads=1` and `num_threads=2` in one process: nobody helps, somebody does", RIGHT),
@@ -64,7 +64,7 @@ FAULTS = {
 
 @contextlib.contextmanager
 def fault(key: str, layer: str = ANY_LAYER) -> Iterator[None]:
-    """The body is a test of a fault under a threading layer of Numba's."""
+    """Log the body's outcome: it tests a fault under one of Numba's threading layers."""
     name, outcome = FAULTS[key]
     try:
         yield

@@ -1,4 +1,5 @@
-"""Memory that ends, or begins, at a page without access: whoever reads or writes one byte too far dies of it."""
+"""Memory that ends, or begins, at a page without access: reading or writing one byte too far ends
+the process."""
 
 from __future__ import annotations
 
@@ -22,9 +23,11 @@ def _protect(address: int, size: int, protection: int) -> None:
 
 
 def fenced_bytes(size: int, is_at_end: bool) -> tuple[np.ndarray, int]:
-    """uint8 [size] whose last byte (or first) stands next to a page without access, and the address of its first page."""
+    """uint8 [size] whose last byte (or first) stands next to a page without access, and the address
+    of its first page."""
     room = -(-max(size, 1) // PAGE) * PAGE
-    memory = mmap.mmap(-1, room + 2 * PAGE)  # unmapped with the last array on it, whatever its protection
+    # Unmapped with the last array on it, whatever its protection.
+    memory = mmap.mmap(-1, room + 2 * PAGE)
     base = ctypes.addressof(ctypes.c_char.from_buffer(memory))
     for begin in (base, base + PAGE + room):
         _protect(begin, PAGE, PROT_NONE)
@@ -32,7 +35,8 @@ def fenced_bytes(size: int, is_at_end: bool) -> tuple[np.ndarray, int]:
 
 
 def fenced(array: np.ndarray, is_at_end: bool, *, is_read_only: bool = False) -> np.ndarray:
-    """A dense copy next to a fence; is_read_only: its pages cannot be written, although NumPy does not know."""
+    """A dense copy next to a fence; is_read_only: its pages cannot be written, although NumPy does
+    not know."""
     memory, first_page = fenced_bytes(array.nbytes, is_at_end)
     view = memory.view(array.dtype).reshape(array.shape)
     view[...] = array
@@ -42,7 +46,7 @@ def fenced(array: np.ndarray, is_at_end: bool, *, is_read_only: bool = False) ->
 
 
 def fence(case: Case, is_at_end: bool) -> Case:
-    """Every array of a case beside a fence, and in pages that cannot be written."""
+    """Put every array of a case beside a fence, in pages that cannot be written."""
     arrays: dict[str, Any] = {
         name: fenced(x, is_at_end, is_read_only=True)
         for name, x in case.arguments().items()

@@ -1,9 +1,11 @@
-"""Fuzz targets that coverage guides: the public call, the two-phase pair and the npz reader.
+"""Fuzz targets guided by coverage: the public call, the two-phase pair and the npz reader.
 
-    PYTHONPATH=.:tests python tests/support/fuzz_atheris.py TARGET -max_total_time=1200 [DIRECTORY]      (pip install atheris)
+    pip install atheris
+    PYTHONPATH=.:tests python tests/support/fuzz_atheris.py TARGET -max_total_time=1200 [DIRECTORY]
 
-TARGET is one_call, two_phases or npz. Inputs start from tests/support/corpus/TARGET and those worth keeping go to DIRECTORY.
-tests/process/test_fuzz_corpus.py replays the corpus without atheris.
+TARGET is one_call, two_phases or npz. Inputs start from tests/support/corpus/TARGET; new ones that
+reach other code go to DIRECTORY. tests/process/test_fuzz_corpus.py replays the corpus without
+atheris.
 """
 
 from __future__ import annotations
@@ -19,7 +21,8 @@ from typing import Any
 if __name__ == "__main__":
     import atheris
 
-    # Before anything else imports the package. Modules of which Numba compiles functions must keep their bytecode.
+    # Comes before any other import of the package. Modules of functions that Numba compiles must
+    # keep their bytecode.
     _COMPILED = (
         *(
             "masks",
@@ -54,7 +57,8 @@ ARRAYS = ("query", "key", "value", "block_tables", "mask", "slopes")
 
 
 class Bytes:
-    """The part of atheris.FuzzedDataProvider that the targets use, reading the same values from the same bytes."""
+    """The part of atheris.FuzzedDataProvider that the targets use, reading the same values from the
+    same bytes."""
 
     def __init__(self, data: bytes) -> None:
         self.data = data
@@ -64,7 +68,7 @@ class Bytes:
         return taken
 
     def ConsumeIntInRange(self, low: int, high: int) -> int:
-        """From the end of the data, as many bytes as the range needs."""
+        """An integer from the end of the data, from as many bytes as the range needs."""
         value, span = 0, high - low
         while span and self.data:
             value, self.data, span = value << 8 | self.data[-1], self.data[:-1], span >> 8
@@ -108,7 +112,8 @@ VIEWS: list[Callable[[np.ndarray], Any]] = [
 
 
 def anything(provider: Any, known: Any) -> Any:
-    """A value for an argument that has no reason to suit it, or `known` (the right one) in another form."""
+    """A value for an argument that has no reason to suit it, or `known` (the right one) in another
+    form."""
     kind = provider.ConsumeIntInRange(0, 6)
     if kind == 0:
         return pick(provider, OBJECTS)
@@ -152,7 +157,8 @@ def changes(provider: Any, sound: dict[str, Any], most: int = 3) -> dict[str, An
 
 
 def attempt(call: Callable[[], Any]) -> Any:
-    """(what it returned,), or None after a documented exception whose message names an argument."""
+    """Result of the call in a tuple, or None after a documented exception whose message names an
+    argument."""
     try:
         return (call(),)
     except DOCUMENTED as error:
@@ -162,8 +168,12 @@ def attempt(call: Callable[[], Any]) -> Any:
 
 
 def assert_right(case: Case, out: Any) -> None:
-    """Scores are rounded to float32, here up to about 20 of them; the house's budget, which follows what a plain computation
-    errs, is for more numbers than these (5.5 eps were seen where that erred by 0.8)."""
+    """Assert a right result, within a wider budget than the house's.
+
+    Scores are rounded to float32, here up to about 20 of them; the house's budget, which follows
+    the error of a plain computation, is for more numbers than these (5.5 eps were seen where that
+    erred by 0.8).
+    """
     expected = reference(**case.arguments())
     allowed = 2 * float(ml_dtypes.finfo(out.dtype).eps) + 32 * float(np.finfo(np.float32).eps)
     np.testing.assert_allclose(
@@ -172,13 +182,15 @@ def assert_right(case: Case, out: Any) -> None:
 
 
 def one_call(provider: Any) -> None:
-    """A right result, the same on one thread; or, with arguments changed, a documented exception."""
+    """Call the operator: a right result, the same on one thread; or, with arguments changed, a
+    documented exception."""
     case = problem(provider)
     rest = {"head_num": case.query.shape[1], "kv_head_num": case.key.shape[2], "out": None, "return_lse": True}
     rest |= {"target": "cpu", "num_threads": 2, "workspace": None, "stream": None, "validate": "full"}
     sound = case.arguments() | rest
     changed = changes(provider, sound)
-    if isinstance(how := changed.get("validate"), str) and how == "shape":  # whoever says so has checked the ids
+    # With this argument the caller has checked the ids.
+    if isinstance(how := changed.get("validate"), str) and how == "shape":
         changed = {"validate": "shape"}
     with np.errstate(all="ignore"):
         result = attempt(lambda: nbp.prefix_encoder(**(sound | changed)))
@@ -191,7 +203,8 @@ def one_call(provider: Any) -> None:
 
 
 def two_phases(provider: Any) -> None:
-    """Planning, running and binding anew with arguments changed; after an error an operation is bound as before."""
+    """Plan, run and rebind with arguments changed; after an error an operation is bound as
+    before."""
     case = problem(provider)
     out = np.full_like(case.query, np.nan)
     heads = {"head_num": case.query.shape[1], "kv_head_num": case.key.shape[2]}
@@ -221,7 +234,7 @@ def reader() -> Reader:
 
 
 def npz(data: bytes) -> None:
-    """An exit code that is documented, and no traceback."""
+    """Read the file: a documented exit code, and no traceback."""
     reader().read(data)
 
 
@@ -230,15 +243,15 @@ def from_bytes(target: Callable[[Any], None], make: Callable[[bytes], Any]) -> C
 
 
 def targets(provider: Callable[[bytes], Any]) -> dict[str, Callable[[bytes], None]]:
-    """What eats bytes, by name. provider: atheris.FuzzedDataProvider, or Bytes."""
+    """Consumers of bytes, by name. provider: atheris.FuzzedDataProvider, or Bytes."""
     return {"one_call": from_bytes(one_call, provider), "two_phases": from_bytes(two_phases, provider), "npz": npz}
 
 
 def mutated_archive(data: bytes, max_size: int, seed: int) -> bytes:
-    """libFuzzer's own changes rarely leave an archive that can be read."""
+    """A damaged archive: libFuzzer's own changes rarely leave one that can be read."""
     try:
         made = mutated_inside(data, random.Random(seed))
-    except Exception:  # no sound archive
+    except Exception:  # not a sound archive
         made = b""
     return made if 0 < len(made) <= max_size else bytes(atheris.Mutate(data, max_size))
 

@@ -54,7 +54,8 @@ NUMBERS = (b"0", b"1", b"2", b"-1", b"7", b"64", b"4294967296", b"99999999999999
 
 
 def corpus() -> list[bytes]:
-    """Small files of each form, stored and deflated, and the beginning and the end of the package's sample."""
+    """Small files of each form, stored and deflated, and the beginning and the end of the package's
+    sample."""
     files = []
     for index, form in enumerate(
         ("causal", "none", "alibi-generator", "alibi_sqrt-template", "alibi_left_align-heads")
@@ -74,7 +75,7 @@ def corpus() -> list[bytes]:
 
 
 def mutated(data: bytes, rng: random.Random) -> bytes:
-    """A few bytes changed, moved, cut out or put in."""
+    """The file with a few bytes changed, moved, cut out or put in."""
     out = bytearray(data)
     for _ in range(rng.choice([1, 1, 2, 5, 20])):
         at = rng.randrange(len(out) + 1)
@@ -95,7 +96,8 @@ def mutated(data: bytes, rng: random.Random) -> bytes:
 
 
 def mutated_inside(data: bytes, rng: random.Random) -> bytes:
-    """The archive is sound: members are damaged, their headers changed, left out, renamed or exchanged."""
+    """A sound archive with members damaged, their headers changed, left out, renamed or
+    exchanged."""
     with zipfile.ZipFile(io.BytesIO(data)) as archive:
         members = {name: archive.read(name) for name in archive.namelist()}
     for _ in range(rng.choice([1, 1, 2, 3])):
@@ -147,8 +149,8 @@ class Reader:
         os.unlink(self.path)
 
     def read(self, data: bytes, *options: str) -> int:
-        """The exit code of `run`. Raises AssertionError for one that is not documented and for a traceback, and whatever
-        the command raised."""
+        """Exit code of `run`. Raises AssertionError for an undocumented one and for a traceback,
+        and the exceptions of the command."""
         from numba_prefix.__main__ import main
 
         Path(self.path).write_bytes(data)
@@ -165,7 +167,8 @@ class Reader:
 
 
 def fuzz(seconds: float, most: int, seed: int) -> dict[int, int]:
-    """How often each exit code came; an input that breaks the reader is written beside the error's message."""
+    """Count of each exit code; an input that breaks the reader is written beside the error's
+    message."""
     files, codes, end = corpus(), dict.fromkeys(CODES, 0), time.monotonic() + seconds
     with Reader() as reader:
         for number in range(most):

@@ -1,4 +1,5 @@
-"""What a host does beside us: a parallel function of its own, which brings one of Numba's threading layers up."""
+"""A host's own work beside the package: a parallel function, which starts one of Numba's threading
+layers."""
 
 from __future__ import annotations
 
@@ -19,12 +20,12 @@ def _hosts_own(x: np.ndarray) -> float:
 
 try:
     hosts_own = numba.njit(parallel=True, cache=True)(_hosts_own)
-except RuntimeError:  # Numba's own cache wants a place to write to
+except RuntimeError:  # Numba's own cache needs a writable place
     hosts_own = numba.njit(parallel=True)(_hosts_own)
 
 
 def bring_up() -> str:
-    """A parallel region under $NUMBA_THREADING_LAYER, or under the layer that Numba chooses."""
+    """Run a parallel region under $NUMBA_THREADING_LAYER, or under the layer that Numba chooses."""
     assert hosts_own(ONES) == ONES.size
     if numba.config.DISABLE_JIT:
         return ""

@@ -1,4 +1,5 @@
-"""Tiny kernels that stand in for a family: what they do is told by the `bias` of their spec. One kernel = a thread a number."""
+"""Tiny kernels in place of a family: the `bias` of their spec names the one to compile. A thread
+computes one number."""
 
 from __future__ import annotations
 
@@ -9,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from numba_prefix.cuda.compile import compiler
-from numba_prefix.cuda.kernel.spec import OUT, QK_SCALE, K, KernelSpec, Q, Source
+from numba_prefix.cuda.kernel.spec import KernelSpec, Source
 
 THREADS = 64
 SPILLED_THREADS, SPILLED_NUMBERS = 1024, 100  # at most 64 registers for each thread
@@ -24,7 +25,7 @@ def spec_of(kind: str, **changes: Any) -> KernelSpec:
 
 @contextmanager
 def stubs() -> Iterator[None]:
-    """All families are these."""
+    """Put the stubs in place of all families."""
     before = dict(compiler.FAMILIES)
     compiler.FAMILIES.update(dict.fromkeys(before, __name__))
     compiler._lto_ir.cache_clear()
@@ -50,36 +51,37 @@ def scaled() -> Callable[..., Any]:
     def place(address: Any) -> Any:
         return address + 4 * np.int64(cuda.threadIdx.x)
 
-    def kernel(call: Any, factors: Any) -> None:
-        ptx.store_f32(place(call[OUT]), ptx.load_f32(place(call[Q])) * factors[QK_SCALE])
+    def kernel(params: Any) -> None:
+        ptx.store_f32(place(params.out_ptr), ptx.load_f32(place(params.q_ptr)) * params.qk_scale)
 
     return kernel
 
 
 def arithmetic() -> Callable[..., Any]:
-    """What options could change: a sum of a product, a quotient, a root, and tests for NaN and infinity."""
+    """The operations that compiler options could change: a sum of a product, a quotient, a root,
+    tests for NaN and infinity."""
     import math
 
     from numba_prefix.cuda.kernel import ptx
 
-    def kernel(call: Any, factors: Any) -> None:
-        a, b = ptx.load_f32(call[Q]), ptx.load_f32(call[K])
-        result = math.sqrt((a * b + factors[QK_SCALE]) / b)
+    def kernel(params: Any) -> None:
+        a, b = ptx.load_f32(params.q_ptr), ptx.load_f32(params.k_ptr)
+        result = math.sqrt((a * b + params.qk_scale) / b)
         if a != a:  # noqa: PLR0124
             result = np.float32(3)
         if b == np.float32(-np.inf):
             result = result + (a - a)
-        ptx.store_f32(call[OUT], result)
+        ptx.store_f32(params.out_ptr, result)
 
     return kernel
 
 
 def double() -> Callable[..., Any]:
-    """A literal without a type is a float64, and so is all that it touches."""
+    """A literal without a type, which is a float64, and so is every result of it."""
     from numba_prefix.cuda.kernel import ptx
 
-    def kernel(call: Any, factors: Any) -> None:
-        ptx.store_f32(call[OUT], np.float32(ptx.load_f32(call[Q]) * 0.1))
+    def kernel(params: Any) -> None:
+        ptx.store_f32(params.out_ptr, np.float32(ptx.load_f32(params.q_ptr) * 0.1))
 
     return kernel
 
@@ -90,32 +92,32 @@ def spilled() -> Callable[..., Any]:
     from numba_prefix.cuda.kernel import ptx
 
     # Each thread has its own: what all have in common would be kept in uniform registers.
-    def kernel(call: Any, factors: Any) -> None:
+    def kernel(params: Any) -> None:
         numbers = cuda.local.array(SPILLED_NUMBERS, float32)
         for i in range(SPILLED_NUMBERS):
             numbers[i] = np.float32(0)
-        for n in range(call[K]):
+        for n in range(params.k_ptr):
             for i in range(SPILLED_NUMBERS):
-                numbers[i] = numbers[i] * factors[QK_SCALE] + ptx.load_f32(
-                    call[Q] + 4 * (n + i + np.int64(cuda.threadIdx.x))
+                numbers[i] = numbers[i] * params.qk_scale + ptx.load_f32(
+                    params.q_ptr + 4 * (n + i + np.int64(cuda.threadIdx.x))
                 )
         for i in range(SPILLED_NUMBERS):
-            ptx.store_f32(call[OUT] + 4 * (i + np.int64(cuda.threadIdx.x)), numbers[i])
+            ptx.store_f32(params.out_ptr + 4 * (i + np.int64(cuda.threadIdx.x)), numbers[i])
 
     return kernel
 
 
 def local() -> Callable[..., Any]:
-    """An array whose index is not known when compiled has no registers."""
+    """An array whose index is unknown at compile time, so that it is not kept in registers."""
     from numba import cuda, float32
 
     from numba_prefix.cuda.kernel import ptx
 
-    def kernel(call: Any, factors: Any) -> None:
+    def kernel(params: Any) -> None:
         numbers = cuda.local.array(LOCAL_NUMBERS, float32)
-        for n in range(call[K]):
-            numbers[ptx.load_i32(call[Q] + 4 * n)] = factors[QK_SCALE]
-            ptx.store_f32(call[OUT], numbers[ptx.load_i32(call[Q] + 4 * n)])
+        for n in range(params.k_ptr):
+            numbers[ptx.load_i32(params.q_ptr + 4 * n)] = params.qk_scale
+            ptx.store_f32(params.out_ptr, numbers[ptx.load_i32(params.q_ptr + 4 * n)])
 
     return kernel
 
@@ -124,12 +126,12 @@ def products() -> Callable[..., Any]:
     """Two matrix products, and a name that only looks like one."""
     from numba_prefix.cuda.kernel import ptx
 
-    def kernel(call: Any, factors: Any) -> None:
-        a = ptx.load_i32(call[Q])
-        x = factors[QK_SCALE]
+    def kernel(params: Any) -> None:
+        a = ptx.load_i32(params.q_ptr)
+        x = params.qk_scale
         x, y, z, w = ptx.mma_f16(a, a, a, a, a, a, x, x, x, x)
         x, y, z, w = ptx.mma_f16(a, a, a, a, a, a, x, y, z, w)
-        ptx.store_f32(call[OUT], x)
+        ptx.store_f32(params.out_ptr, x)
 
     return kernel
 

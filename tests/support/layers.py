@@ -1,4 +1,5 @@
-"""Numba's threading layers: which there are, and an environment in which a host uses one of them."""
+"""Numba's threading layers: the installed ones, and an environment in which a host uses one of
+them."""
 
 from __future__ import annotations
 
@@ -17,7 +18,7 @@ LAYERS = ("omp", "workqueue", "tbb", ANY_LAYER)
 
 @functools.cache
 def library_path() -> str:
-    """Where pip puts libtbb, which the loader does not look into by itself."""
+    """The folder where pip puts libtbb, which the loader does not search by itself."""
     return os.pathsep.join(filter(None, [str(Path(sys.prefix) / "lib"), os.environ.get("LD_LIBRARY_PATH")]))
 
 

@@ -1,4 +1,4 @@
-"""Reading the assembly that LLVM makes."""
+"""Readers of the assembly that LLVM makes."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def inner_loops(assembly: str) -> Iterator[list[str]]:
 
 
 def pieces(assembly: str) -> Iterator[list[str]]:
-    """What runs without a jump: instructions between labels, jumps and calls."""
+    """Stretches of code without a jump: instructions between labels, jumps and calls."""
     piece: list[str] = []
     for line in assembly.splitlines():
         text = line.split("#")[0].strip()

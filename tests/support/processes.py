@@ -12,11 +12,12 @@ SUPPORT = Path(__file__).parent
 TESTS = SUPPORT.parent
 ROOT = TESTS.parent
 SCRIPTS = SUPPORT / "scripts"
-PYTHONPATH = (str(ROOT), str(TESTS), str(SUPPORT))  # of programs that use what the tests do
+PYTHONPATH = (str(ROOT), str(TESTS), str(SUPPORT))  # for programs that use the tests' modules
 
 
 def environment(**changes: str | None) -> dict[str, str]:
-    """This process's environment with changes; None takes a variable away. NUMBA_CACHE_DIR is the session's own."""
+    """This process's environment with changes; None removes a variable. NUMBA_CACHE_DIR is the
+    session's own."""
     env = dict(os.environ, PYTHONPATH=os.pathsep.join(PYTHONPATH), PYTHONDONTWRITEBYTECODE="1")
     for name, value in changes.items():
         env.pop(name, None)
@@ -32,7 +33,7 @@ def start(script: str, *arguments: Any, env: dict[str, str] | None = None, **opt
 
 
 def finish(process: subprocess.Popen[str], timeout: float = 180.0) -> str:
-    """Its output; an exit status other than 0 fails the test with what it wrote."""
+    """Output of the process; an exit status other than 0 fails the test with it."""
     try:
         out, err = process.communicate(timeout=timeout)
     except subprocess.TimeoutExpired:

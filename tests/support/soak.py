@@ -3,7 +3,8 @@
     PYTHONPATH=. python tests/support/soak.py --minutes 20
 
 Every result is compared bit by bit with a run on one thread; failing calls are mixed in. Exit
-status 0: no wrong bit and resident memory flat from the first third on. tests/process/test_soak.py is the short form.
+status 0: no wrong bit and resident memory flat from the first third on. tests/process/test_soak.py
+is the short form.
 """
 
 from __future__ import annotations
@@ -43,7 +44,7 @@ def random_problem(seed: int) -> Case:
 
 
 def two_phases(case: Case, num_threads: int) -> Any:
-    """The same through a plan, run twice in one workspace."""
+    """The same call through a plan, run twice in one workspace."""
     out = np.empty_like(case.query)
     size, op = nbp.self_attention_prefix_encoder_get_workspace_size(
         *(case.query, case.key, case.value, case.block_tables, case.mask, case.seq_len, case.kv_seq_len, case.slopes),
@@ -58,7 +59,7 @@ def two_phases(case: Case, num_threads: int) -> Any:
 
 
 def fail(case: Case) -> None:
-    """Calls that end in an error must leave nothing behind either."""
+    """Make calls that end in an error, which must leave nothing behind either."""
     for bad in ({"block_tables": np.full_like(case.block_tables, -7)}, {"kv_seq_len": [-1] * len(case.seq_len)}):
         if sum(case.seq_len) == 0:
             return
@@ -74,7 +75,8 @@ class Soak:
     seconds: float
     num_threads: int = 4
     seed: int = 0
-    distinct: int = 1 << 30  # problems: a short run has seen the largest of few of them before memory is judged
+    # Problems. A short run takes few, so that it has seen the largest before memory is judged.
+    distinct: int = 1 << 30
     calls: int = 0
     rss: list[float] = field(default_factory=list)
     errors: list[str] = field(default_factory=list)
@@ -117,14 +119,14 @@ class Soak:
 
     @property
     def verdict(self) -> str:
-        """Empty if all is well."""
+        """The reasons to fail, empty if all is well."""
         if self.errors:
             return self.errors[0]
         return f"resident memory grew by {self.growth_mb:.1f} MB" if self.growth_mb > FLAT_MB else ""
 
 
 def short() -> None:
-    """Too short to judge memory by."""
+    """A run that is too short to judge memory by."""
     errors = Soak(2.0).run().errors
     assert not errors, errors
 

@@ -1,1 +1,1 @@
-"""How the CPU kernels are compiled, and where the compiled code is kept."""
+"""Compilation of the CPU kernels, and the cache of compiled code."""

@@ -1,7 +1,9 @@
-"""What Numba's dispatchers ask for compiled kernels, kept on disk as numba_prefix.runtime.disk_cache does.
+"""The cache that Numba's dispatchers ask for compiled kernels, on disk as
+numba_prefix.runtime.disk_cache does.
 
-Numba's own cache refuses to be set up where no directory is writable, keys a kernel by its own source file alone, and
-trusts whatever bytes it finds. This one is keyed by all sources of the package, the versions and the CPU.
+Numba's own cache refuses to be set up where no directory is writable, keys a kernel by its own
+source file alone, and trusts whatever bytes it finds. This one is keyed by all sources of the
+package, the versions and the CPU.
 """
 
 from __future__ import annotations
@@ -19,8 +21,8 @@ from numba.core.serialize import dumps
 
 from numba_prefix.runtime import disk_cache
 
-# Every module in these folders takes part in a compiled kernel, or in compiling it.
-_FOLDERS = ("rules", "cpu.kernel", "cpu.simd", "cpu.compile")
+# Every module in these folders may take part in a compiled kernel, or in compiling it.
+_FOLDERS = ("rules", "planning", "cpu.kernel", "cpu.paths", "cpu.simd", "cpu.compile")
 
 
 @functools.cache
@@ -30,7 +32,7 @@ def source_digest() -> str:
 
 
 class KernelCache:
-    """What a Numba dispatcher expects of its cache; one file per kernel, signature and CPU."""
+    """The cache that a Numba dispatcher expects; one file per kernel, signature and CPU."""
 
     def __init__(self, name: str) -> None:
         self.name = name

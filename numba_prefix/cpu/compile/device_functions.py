@@ -1,12 +1,11 @@
-"""How functions that only kernels call are compiled: to LLVM's language, for kernels to be linked of, and no further.
+"""Compiles device functions to LLVM IR only; the kernel that links them does the rest.
 
-Numba optimises each such function with all that it calls, and makes machine code of it which nobody calls, before it does so
-with the kernel: of 25 s for the first kernel that took 5.
+Numba optimises each such function with all that it calls, and makes machine code of it that nothing
+calls, before it does so with the kernel: of 25 s for the first kernel that took 5.
 """
 
 from __future__ import annotations
 
-import weakref
 from typing import Any
 
 from numba.core import codegen
@@ -15,7 +14,7 @@ from numba.core.compiler_machinery import register_pass
 from numba.core.typed_passes import NativeLowering
 
 
-class PartLibrary(codegen.JITCodeLibrary):
+class DeviceFunctionLibrary(codegen.JITCodeLibrary):
     """A module to link with others; it never meets the execution engine."""
 
     def _optimize_final_module(self) -> None:
@@ -24,7 +23,6 @@ class PartLibrary(codegen.JITCodeLibrary):
     def _finalize_final_module(self) -> None:
         self._finalize_dynamic_globals()
         self._verify_declare_only_symbols()
-        self._final_module.__library = weakref.proxy(self)
         self._finalized = True
 
     def get_pointer_to_function(self, name: str) -> int:
@@ -32,12 +30,12 @@ class PartLibrary(codegen.JITCodeLibrary):
 
 
 @register_pass(mutates_CFG=True, analysis_only=False)
-class PartLowering(NativeLowering):
+class DeviceFunctionLowering(NativeLowering):
     _name = "numba_prefix_part_lowering"
 
     def run_pass(self, state: Any) -> bool:
         context = state.targetctx
-        library = state.library = PartLibrary(context.codegen(), state.func_id.func_qualname)
+        library = state.library = DeviceFunctionLibrary(context.codegen(), state.func_id.func_qualname)
         executable = context.get_executable
 
         def get_executable(of: Any, fndesc: Any, env: Any) -> Any:
@@ -51,11 +49,13 @@ class PartLowering(NativeLowering):
             del context.get_executable
 
 
-class PartCompiler(Compiler):
+class DeviceFunctionCompiler(Compiler):
     def define_pipelines(self) -> Any:
         pipelines = super().define_pipelines()
         for pipeline in pipelines:
-            pipeline.passes = [(PartLowering if p is NativeLowering else p, text) for p, text in pipeline.passes]
+            pipeline.passes = [
+                (DeviceFunctionLowering if p is NativeLowering else p, text) for p, text in pipeline.passes
+            ]
             pipeline._finalized = False
             pipeline.finalize()
         return pipelines

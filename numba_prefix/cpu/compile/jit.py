@@ -14,20 +14,22 @@ from numba.core.registry import CPUDispatcher
 from numba.extending import register_jitable
 
 from numba_prefix.cpu.compile.cache import KernelCache
-from numba_prefix.cpu.compile.device_functions import PartCompiler
+from numba_prefix.cpu.compile.device_functions import DeviceFunctionCompiler
 from numba_prefix.rules import masks, softmax, tiling
 from numba_prefix.runtime.exit_guard import StopAtExit
 from numba_prefix.runtime.signal_guard import keep_over_forks
 from numba_prefix.runtime.typing_cache import remembered_types
 
-# error_model: an integer division is one instruction, no branch that raises. No fastmath: infinities and NaN are real here.
-# boundscheck is off whatever the environment says: indices come from the validated plan.
+# error_model: an integer division is one instruction, no branch that raises. No fastmath:
+# infinities and NaN are real here. boundscheck is off whatever the environment says: indices come
+# from the validated plan.
 DEVICE_OPTIONS = {"error_model": "numpy", "boundscheck": False, "no_cfunc_wrapper": True, "_nrt": False}
 OPTIONS = {"nopython": True, "nogil": True, **DEVICE_OPTIONS}
 
 
 class Kernel(CPUDispatcher):
-    """A kernel is compiled even where NUMBA_DISABLE_JIT asks for Python: there is no Python version of it to debug."""
+    """A kernel is compiled even where NUMBA_DISABLE_JIT asks for Python: there is no Python version
+    of it to debug."""
 
     def compile(self, sig: Any) -> Any:
         listening = event.install_listener("numba:run_pass", _at_exit)
@@ -58,12 +60,12 @@ def kernel(function: Callable[..., Any]) -> Any:
 
 def inline(function: Callable[..., Any]) -> Any:
     """A device function: part of every kernel that calls it."""
-    return register_jitable(**DEVICE_OPTIONS, forceinline=True, pipeline_class=PartCompiler)(function)
+    return register_jitable(**DEVICE_OPTIONS, forceinline=True, pipeline_class=DeviceFunctionCompiler)(function)
 
 
-def part(function: Callable[..., Any]) -> Any:
+def device_function(function: Callable[..., Any]) -> Any:
     """A function that kernels call, compiled once in each."""
-    return register_jitable(**DEVICE_OPTIONS, pipeline_class=PartCompiler)(function)
+    return register_jitable(**DEVICE_OPTIONS, pipeline_class=DeviceFunctionCompiler)(function)
 
 
 _CALLED = {tiling.last_run}  # a search in many places: inlined, it took about 1 s of 25 to compile
@@ -71,4 +73,4 @@ _NOT_INLINED = {tiling.cut_tiles}  # a kernel of its own
 for _module in (masks, softmax, tiling):
     for _rule in vars(_module).values():
         if isinstance(_rule, FunctionType) and _rule.__module__ == _module.__name__ and _rule not in _NOT_INLINED:
-            (part if _rule in _CALLED else inline)(_rule)
+            (device_function if _rule in _CALLED else inline)(_rule)

@@ -1,1 +1,2 @@
-"""The code of the CPU kernels: one tile loop for each phase (prefill, decode) and one micro-kernel for each instruction set."""
+"""The code of the CPU kernels: one tile loop for each phase (prefill, decode) and one micro-kernel
+for each instruction set."""

@@ -1,78 +1,60 @@
-"""Path `avx512_bf16`: the micro-kernels of path `vector` on pairs of bfloat16, two products an instruction (vdpbf16ps)."""
+"""Path `avx512_bf16`: the micro-kernels of path `vector` on pairs of bfloat16, two products an
+instruction (vdpbf16ps)."""
 
 from __future__ import annotations
 
 from typing import Any
 
-from numba_prefix.cpu.compile.jit import part
-from numba_prefix.cpu.kernel.prefill_bf16 import column_acc, column_q
+from numba_prefix.cpu.compile.jit import device_function
+from numba_prefix.cpu.kernel.prefill_bf16 import panel_acc_bytes, panel_q_bytes
 from numba_prefix.cpu.kernel.prefill_bf16_pack import join_rows
-from numba_prefix.cpu.kernel.prefill_bf16_softmax import NUM_UNITS, weigh_unit
+from numba_prefix.cpu.kernel.prefill_bf16_softmax import NUM_CHUNKS, exp_chunk
 from numba_prefix.cpu.kernel.prefill_f32_gemm import MR, finish_output, finish_scores, make_product
 from numba_prefix.cpu.kernel.sizes import FLOAT, PAIR_DIMS, PANEL_P_BYTES, PANEL_S_BYTES, STEP_N, STRIP, VECTOR_BYTES
 from numba_prefix.cpu.simd.bf16_pairs import dot_pairs
 from numba_prefix.cpu.simd.memory import load1_i64
 from numba_prefix.rules.tiling import ceil_div, round_up
 
-score_product, score_product_1 = (make_product(columns, finish_scores, dot_pairs) for columns in (STRIP, 1))
-output_product, output_product_1 = (make_product(columns, finish_output, dot_pairs) for columns in (STRIP, 1))
+score_product, score_product_1 = (make_product(panels, finish_scores, dot_pairs) for panels in (STRIP, 1))
+output_product, output_product_1 = (make_product(panels, finish_output, dot_pairs) for panels in (STRIP, 1))
 
 
-@part
-def pack_values(params: Any, is_clean: Any, rows: Any, num_keys: Any, scratch: Any) -> Any:
-    """V_ROWS as [pair of keys][dimension][2]; whether there are infinities or NaN, which become 0 if is_clean."""
-    is_special = False
+@device_function
+def pack_values(params: Any, is_clean: Any, list_ptr: Any, num_keys: Any, scratch_ptr: Any) -> Any:
+    """Packs listed value rows as [pair of keys][dimension][2]; returns whether there are infinities
+    or NaN, which become 0 if is_clean."""
+    is_non_finite = False
     for j in range(ceil_div(num_keys, 2)):
-        target = scratch + params.v_rows_offset + j * params.v_pitch
-        first, second = load1_i64(rows + 16 * j), load1_i64(rows + 16 * j + 8)
-        if join_rows(params, is_clean, first, second, target, scratch + params.staging_offset):
-            is_special = True
-    return is_special
+        target_ptr = scratch_ptr + params.v_rows_offset + j * params.v_pitch
+        first_ptr, second_ptr = load1_i64(list_ptr + 16 * j), load1_i64(list_ptr + 16 * j + 8)
+        if join_rows(params, is_clean, first_ptr, second_ptr, target_ptr, scratch_ptr + params.staging_offset):
+            is_non_finite = True
+    return is_non_finite
 
 
-@part
-def scale_acc(params: Any, acc: Any, alpha: Any) -> None:
-    """The output product does it."""
+@device_function
+def scale_acc(params: Any, acc_ptr: Any, alpha_ptr: Any) -> None:
+    """Nothing: the output product does it."""
 
 
-@part
-def step(params: Any, scoring: Any, weighing: Any, adding: Any, scratch: Any) -> None:
-    keys, q_t, width, s = scoring
-    pitch, num_pairs = params.k_pitch, round_up(params.head_size, PAIR_DIMS) // 2
+@device_function
+def step(params: Any, scoring: Any, softmax_ptr: Any, adding: Any, scratch_ptr: Any) -> None:
+    keys_ptr, q_t_ptr, width, s_ptr = scoring
+    pitch, panel_q, num_pairs = params.k_pitch, panel_q_bytes(params), round_up(params.head_size, PAIR_DIMS) // 2
     for j in range(0, STEP_N if width > 0 else 0, MR):
+        k_ptr, to_ptr = keys_ptr + j * pitch, s_ptr + j * VECTOR_BYTES
         if width == 1:
-            score_product_1(
-                keys + j * pitch, pitch, q_t, column_q(params), num_pairs, s + j * VECTOR_BYTES, PANEL_S_BYTES, 0
-            )
+            score_product_1(k_ptr, pitch, q_t_ptr, panel_q, num_pairs, to_ptr, PANEL_S_BYTES, 0)
         else:
-            score_product(
-                keys + j * pitch, pitch, q_t, column_q(params), num_pairs, s + j * VECTOR_BYTES, PANEL_S_BYTES, 0
-            )
-    for unit in range(load1_i64(weighing + NUM_UNITS)):
-        weigh_unit(weighing, unit)
-    key, p, num_keys, first, end, width, acc, alpha = adding
-    pitch, num_pairs = params.v_pitch, ceil_div(num_keys, 2)
-    v_rows = scratch + params.v_rows_offset + (key >> 1) * pitch
+            score_product(k_ptr, pitch, q_t_ptr, panel_q, num_pairs, to_ptr, PANEL_S_BYTES, 0)
+    for chunk in range(load1_i64(softmax_ptr + NUM_CHUNKS)):
+        exp_chunk(softmax_ptr, chunk)
+    key, p_ptr, num_keys, first, end, width, acc_ptr, alpha_ptr = adding
+    pitch, panel_acc, num_pairs = params.v_pitch, panel_acc_bytes(params), ceil_div(num_keys, 2)
+    v_rows_ptr = scratch_ptr + params.v_rows_offset + (key >> 1) * pitch
     for i in range(first, end, MR):
+        v_ptr, to_ptr = v_rows_ptr + FLOAT * i, acc_ptr + i * VECTOR_BYTES
         if width == 1:
-            output_product_1(
-                v_rows + FLOAT * i,
-                pitch,
-                p,
-                PANEL_P_BYTES,
-                num_pairs,
-                acc + i * VECTOR_BYTES,
-                column_acc(params),
-                alpha,
-            )
+            output_product_1(v_ptr, pitch, p_ptr, PANEL_P_BYTES, num_pairs, to_ptr, panel_acc, alpha_ptr)
         else:
-            output_product(
-                v_rows + FLOAT * i,
-                pitch,
-                p,
-                PANEL_P_BYTES,
-                num_pairs,
-                acc + i * VECTOR_BYTES,
-                column_acc(params),
-                alpha,
-            )
+            output_product(v_ptr, pitch, p_ptr, PANEL_P_BYTES, num_pairs, to_ptr, panel_acc, alpha_ptr)

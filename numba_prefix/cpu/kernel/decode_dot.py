@@ -1,7 +1,8 @@
 """Micro-kernels for few query rows (decode): lanes run along the head, so that no lane is empty.
 
-With R rows (1, 4 or 8) a vector of scores holds 16 / R keys: lane = key * R + row. Keys and values are read where they
-lie, in the caller's dtype, through a list of row addresses; head_size is a multiple of 16.
+With R rows (1, 4 or 8) a vector of scores holds 16 / R keys: lane = key * R + row. Keys and values
+are read where they lie, in the caller's dtype, through a list of row addresses; head_size is a
+multiple of 16.
 """
 
 from __future__ import annotations
@@ -16,15 +17,16 @@ from numba_prefix.cpu.simd.features import features
 from numba_prefix.cpu.simd.lanes import F32, I32, I64, LANES, call, f32x16, splat
 from numba_prefix.cpu.simd.memory import I16, bf16_to_f32, emit_prefetch, f16_to_f32, pointer
 
-# Accumulators of 16 lanes kept in registers at a time: 16 where there are 32 vector registers of 16 lanes, 4 elsewhere.
+# Accumulators of 16 lanes kept in registers at a time: 16 where there are 32 vector registers of 16
+# lanes, 4 elsewhere.
 DOTS = 16 if "avx512f" in features() else 4
-# Of a score's products, in registers as wide as the CPU's: with 8 of 8 lanes (2 keys times 4 rows) there are 6 loads for 8
-# multiply-adds; 4 of 16 lanes had 10.
+# Lanes and number of a score's sums, in registers as wide as the CPU's: with 8 of 8 lanes (2 keys
+# times 4 rows) there are 6 loads for 8 multiply-adds; 4 of 16 lanes had 10.
 WIDTH, SUMS = (16, 16) if "avx512f" in features() else (8, 8) if "avx" in features() else (4, 8)
 GROUP = 4  # sums that become one vector, by additions across its lanes
 FOLD_ROWS = (1, 4, 8)  # as tiling.fold_rows
 # Vectors of a value row that one wide pass over the keys takes.
-VALUE_COLUMNS = {rows: max(1, min(4, DOTS // rows)) for rows in FOLD_ROWS}
+VALUE_PANELS = {rows: max(1, min(4, DOTS // rows)) for rows in FOLD_ROWS}
 ZERO = ir.Constant(f32x16.llvm, [ir.Constant(F32, 0.0)] * LANES)
 DTYPES = ("float16", "bfloat16", "float32")
 
@@ -37,7 +39,8 @@ def _load_row(builder: ir.IRBuilder, dtype: str, address: ir.Value, count: int =
 
 
 def _count_loop(builder: ir.IRBuilder, count: ir.Value, start: list[ir.Value], body: Any) -> list[ir.Value]:
-    """Runs body(i, values) -> values for i in range(count), count > 0; values are kept in phi nodes."""
+    """Runs body(i, values) -> values for i in range(count), count > 0; values are kept in phi
+    nodes."""
     before = builder.block
     loop, after = builder.append_basic_block("dots.loop"), builder.append_basic_block("dots.after")
     builder.branch(loop)
@@ -61,8 +64,10 @@ def _pick(builder: ir.IRBuilder, a: ir.Value, b: ir.Value, lanes: list[int]) -> 
 
 
 def _sum_lanes(builder: ir.IRBuilder, vectors: list[ir.Value]) -> ir.Value:
-    """As many vectors as they have lanes to one: lane x holds the sum of vector x. Each round adds halves of two vectors at a
-    time."""
+    """Sums as many vectors as they have lanes into one, whose lane x holds the sum of vector x.
+
+    Each round adds halves of two vectors.
+    """
     lanes = len(vectors)
     distance = lanes // 2
     while len(vectors) > 1:
@@ -76,7 +81,7 @@ def _sum_lanes(builder: ir.IRBuilder, vectors: list[ir.Value]) -> ir.Value:
 
 
 def _sum_group(builder: ir.IRBuilder, vectors: list[ir.Value]) -> ir.Value:
-    """GROUP vectors to one of GROUP lanes: upper halves come down onto lower ones first."""
+    """Sums GROUP vectors into one of GROUP lanes: upper halves are added to lower ones first."""
     while (count := vectors[0].type.count) > GROUP:
         lower, upper = list(range(count // 2)), list(range(count // 2, count))
         vectors = [builder.fadd(_pick(builder, v, v, lower), _pick(builder, v, v, upper)) for v in vectors]
@@ -120,8 +125,9 @@ def _emit_scores(builder: ir.IRBuilder, args: Any, rows: int, dtype: str) -> Non
             for k in some_keys if some_rows[0] == 0 else ():
                 emit_prefetch(builder, builder.add(asked_for[k], at_k))
             sum_of = dict(zip(blocks, acc, strict=True))
-            # One row's parts stay in registers while its keys come one after the other; with all first parts before all
-            # second ones, one sum of 8 went through the stack (Haswell). Several rows' parts serve all keys in turn.
+            # One row's parts stay in registers while its keys come one after the other; with all
+            # first parts before all second ones, one sum of 8 went through the stack (Haswell).
+            # Several rows' parts serve all keys in turn.
             at_x = range(0, LANES, WIDTH)
             order = [(x, k) for x in at_x for k in some_keys]
             if len(some_rows) == 1:
@@ -148,17 +154,17 @@ def _emit_scores(builder: ir.IRBuilder, args: Any, rows: int, dtype: str) -> Non
     builder.store(total, pointer(builder, s, f32x16.llvm), align=4)
 
 
-def _emit_values(builder: ir.IRBuilder, args: Any, rows: int, dtype: str, columns: int) -> None:
-    """As many rows at a time as the accumulators allow."""
-    step = min(rows, max(1, DOTS // columns))
+def _emit_values(builder: ir.IRBuilder, args: Any, rows: int, dtype: str, num_vectors: int) -> None:
+    """Emits passes over as many rows at once as the accumulators allow."""
+    step = min(rows, max(1, DOTS // num_vectors))
     for first in range(0, rows, step):
-        _emit_value_rows(builder, args, rows, range(first, first + step), dtype, columns)
+        _emit_value_rows(builder, args, rows, range(first, first + step), dtype, num_vectors)
 
 
-def _emit_value_rows(builder: ir.IRBuilder, args: Any, rows: int, some: range, dtype: str, columns: int) -> None:
+def _emit_value_rows(builder: ir.IRBuilder, args: Any, rows: int, some: range, dtype: str, num_vectors: int) -> None:
     sources, next_keys, offset, p, num_keys, acc, acc_pitch, alpha = args
     item = 64 if dtype == "float32" else 32
-    blocks = [(r, x) for r in some for x in range(columns)]
+    blocks = [(r, x) for r in some for x in range(num_vectors)]
     constant = lambda value: ir.Constant(I64, value)  # noqa: E731
 
     def scalar(base: ir.Value, index: int) -> ir.Value:
@@ -172,12 +178,12 @@ def _emit_value_rows(builder: ir.IRBuilder, args: Any, rows: int, some: range, d
             asked_for = builder.load(
                 pointer(builder, builder.add(next_keys, builder.mul(j, constant(8))), I64), align=8
             )
-            for x in range(columns):
+            for x in range(num_vectors):
                 emit_prefetch(builder, builder.add(builder.add(asked_for, offset), constant(item * x)))
-        v = [_load_row(builder, dtype, builder.add(start, constant(item * x))) for x in range(columns)]
+        v = [_load_row(builder, dtype, builder.add(start, constant(item * x))) for x in range(num_vectors)]
         p_row = builder.add(p, builder.mul(j, constant(4 * rows)))
-        weights = {r: scalar(p_row, r) for r in some}
-        return [call(builder, "llvm.fmuladd", v[x], weights[r], t) for (r, x), t in zip(blocks, totals, strict=True)]
+        p_of = {r: scalar(p_row, r) for r in some}
+        return [call(builder, "llvm.fmuladd", v[x], p_of[r], t) for (r, x), t in zip(blocks, totals, strict=True)]
 
     totals = _count_loop(builder, num_keys, [ZERO] * len(blocks), body)
     factor = {r: scalar(alpha, r) for r in some}
@@ -189,7 +195,7 @@ def _emit_value_rows(builder: ir.IRBuilder, args: Any, rows: int, some: range, d
 
 
 def _switch(builder: ir.IRBuilder, code: ir.Value, emit: Any) -> None:
-    """emit(rows, dtype) for the variant that `code` names (few.variant)."""
+    """emit(rows, dtype) for the variant that `code` names (decode.micro_kernel_code)."""
     after = builder.append_basic_block("dots.end")
     switch = builder.switch(code, after)
     for number, (rows, dtype) in enumerate((r, d) for r in FOLD_ROWS for d in DTYPES):
@@ -205,7 +211,8 @@ def _switch(builder: ir.IRBuilder, code: ir.Value, emit: Any) -> None:
 def score_vector(typingctx: Any, code: Any, keys: Any, values: Any, q: Any, q_pitch: Any, depth: Any, s: Any) -> Any:
     """The 16 products of 16 / R keys with all R rows, one vector at s.
 
-    code: few.variant; keys: address of a list of row addresses; values: of rows that are needed next, which it asks for; q:
+    code: decode.micro_kernel_code; keys: address of a list of row addresses; values: of rows that
+    are needed next, which it asks for; q:
     float32 rows, q_pitch bytes apart; depth: head_size / 16.
     """
 
@@ -221,22 +228,22 @@ def add_values(
     typingctx: Any, code: Any, sources: Any, next_keys: Any, offset: Any, p: Any, num_keys: Any, acc: Any, acc_pitch: Any,
     alpha: Any, is_wide: Any,
 ) -> Any:  # fmt: skip
-    """acc[row, x] = alpha[row] * acc[row, x] + sum over keys of p[key, row] * V[key, x], for 16 x; if wide, for
-    VALUE_COLUMNS[R] times as many.
+    """acc[row, x] = alpha[row] * acc[row, x] + sum over keys of p[key, row] * V[key, x], for 16 x;
+    if wide, for VALUE_COLUMNS[R] times as many.
 
-    code: few.variant; sources: address of a list of row addresses; next_keys: of rows that are needed next, which it asks for;
-    offset: bytes into each row; p: float32 [num_keys, R]; alpha: float32 [R]. The sum over keys starts at zero, as in
-    cpu/kernel/prefill_f32_gemm.py.
+    code: decode.micro_kernel_code; sources: address of a list of row addresses; next_keys: of rows
+    that are needed next, which it asks for; offset: bytes into each row; p: float32 [num_keys, R];
+    alpha: float32 [R]. The sum over keys starts at zero, as in cpu/kernel/prefill_f32_gemm.py.
     """
 
     def codegen(context: Any, builder: Any, sig: Any, args: Any) -> Any:
         wide, narrow, after = (builder.append_basic_block(f"values.{name}") for name in ("wide", "narrow", "end"))
         builder.cbranch(args[9], wide, narrow)
-        for block, columns in ((wide, VALUE_COLUMNS), (narrow, dict.fromkeys(FOLD_ROWS, 1))):
+        for block, num_vectors in ((wide, VALUE_PANELS), (narrow, dict.fromkeys(FOLD_ROWS, 1))):
             builder.position_at_end(block)
 
-            def emit(rows: int, dtype: str, columns: dict[int, int] = columns) -> None:
-                _emit_values(builder, args[1:9], rows, dtype, columns[rows])
+            def emit(rows: int, dtype: str, num_vectors: dict[int, int] = num_vectors) -> None:
+                _emit_values(builder, args[1:9], rows, dtype, num_vectors[rows])
 
             _switch(builder, args[0], emit)
             builder.branch(after)

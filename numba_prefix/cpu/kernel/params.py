@@ -1,7 +1,8 @@
 """Parameters of a CPU kernel: one block of memory of named fields, of 8 bytes each.
 
-The host fills a Params by name; kernels read `params.q_ptr` through a type of their own (cpu/simd/params_view.py). Measured
-against a NumPy structured dtype, a Numba record: a call of it takes 7 us instead of 0.8, a copy 30 us instead of 0.3.
+The host fills a Params by name; kernels read `params.q_ptr` through a type of their own
+(cpu/simd/params_view.py). Measured against a NumPy structured dtype, a Numba record: a call of it
+takes 7 us instead of 0.8, a copy 30 us instead of 0.3.
 """
 
 from __future__ import annotations
@@ -18,7 +19,8 @@ _WORKSPACE = ("queue_ptr", "arrivals_ptr", "partials_ptr", "scratch_ptr")
 _SIZES = ("scratch_bytes", "head_bytes")
 _COUNTS = ("num_items", "kv_head_num", "item_heads", "group_size", "head_size", "block_size")
 _CODES = ("dtype", "out_dtype", "mask_dtype", "bias", "has_shift")
-# int64, byte offsets in a worker's scratch of one kv head. Lanes are query rows: a panel is 16 of them.
+# int64, byte offsets in a worker's scratch of one kv head. Lanes are query rows: a panel is 16 of
+# them.
 OFFSETS = (
     "q_t_offset",  # queries [panel, head_size, 16] float32, or as prefill_bf16 has them; decode: [row, head_size]
     "k_rows_offset",  # keys of a key tile [key, row_pitch]
@@ -44,7 +46,8 @@ OFFSETS = (
     "non_finite_offset",  # int64: whether a query is not finite
     "softmax_offset",  # the record of prefill_bf16_softmax.py
 )
-# int64: bytes from one row to the next, or from one plane (of a float16's two bfloat16) to the next, and the planes
+# int64: bytes from one row to the next, or from one plane (of a float16's two bfloat16) to the
+# next, and the planes
 _PITCHES = ("row_pitch", "k_pitch", "v_pitch", "v_plane_bytes", "p_plane_bytes", "planes")
 
 INTEGERS = (*_WORKSPACE, *ADDRESSES, *STRIDES, *_SIZES, *_COUNTS, *_CODES, *OFFSETS, *_PITCHES)

@@ -1,4 +1,5 @@
-"""Where things lie in a worker's scratch of one kv head: byte offsets and pitches by name (params.py), and its size."""
+"""Places in a worker's scratch of one kv head: byte offsets and pitches by name
+(params.py), and its size."""
 
 from __future__ import annotations
 
@@ -24,13 +25,14 @@ ADDRESS = 8  # bytes
 
 
 def f32_scratch(head_size: int, tile_rows: int) -> Scratch:
-    """Of tiles of tile_rows rows that are computed in float32."""
+    """Scratch for tiles of tile_rows rows that are computed in float32."""
     pitch = _row_pitch(head_size)
     return _placed(_sizes(head_size, tile_rows // LANES, pitch), {"row_pitch": pitch})
 
 
 def decode_scratch(head_size: int) -> Scratch:
-    """Of decode tiles: the few rows of a sequence (tiling.fold_rows), whose keys and values are read where they lie."""
+    """Scratch for decode tiles: the few rows of a sequence (tiling.fold_rows), whose keys and
+    values are read where they lie."""
     pitch = _row_pitch(head_size)
     sizes = _sizes(head_size, 1, pitch) | {
         "q_t_offset": MAX_FOLD_ROWS * pitch,
@@ -47,7 +49,8 @@ def decode_scratch(head_size: int) -> Scratch:
 
 
 def bf16_scratch(head_size: int, tile_rows: int, planes: int, is_by_dim: bool) -> Scratch:
-    """Of tiles of elements that are sums of `planes` bfloat16: 1 (bfloat16) or 2 (float16).
+    """Scratch for tiles of elements that are sums of `planes` bfloat16: 1 (bfloat16) or 2
+    (float16).
 
     q_t      [panel][plane][pair of dimensions][16 rows][2]
     k_rows   [key][plane][dimension]
@@ -83,7 +86,7 @@ def bf16_scratch(head_size: int, tile_rows: int, planes: int, is_by_dim: bool) -
 
 
 def _row_pitch(head_size: int) -> int:
-    """One cache line more than a float32 row: rows a power of two apart would share few cache sets."""
+    """A float32 row and one cache line: rows a power of two apart would share few cache sets."""
     return round_up(head_size, 16) * FLOAT + 64
 
 

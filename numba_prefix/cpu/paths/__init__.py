@@ -1,4 +1,5 @@
-"""Instruction-set paths of the CPU target, one file each: how to add one is in .github/CONTRIBUTING.md."""
+"""Instruction-set paths of the CPU target, one file each: how to add one is in
+.github/CONTRIBUTING.md."""
 
 from __future__ import annotations
 

@@ -16,8 +16,8 @@ _XFEATURE_XTILEDATA = 18
 
 
 def _missing() -> str:
-    """Only here is the system asked to let the process use AMX, which cannot be taken back: signal handlers' own stacks have to
-    hold 8 KB more from then on."""
+    """Only here is the system asked to let the process use AMX, which cannot be taken back: signal
+    handlers' own stacks have to hold 8 KB more from then on."""
     from numba_prefix.cpu.simd.features import has_tiles
 
     if not has_tiles():
@@ -27,7 +27,8 @@ def _missing() -> str:
 
 @functools.cache
 def is_permitted() -> bool:
-    """Whether the kernel lets this process use tiles: it gives their 8 KB of state only to those that ask for it."""
+    """Whether the kernel lets this process use tiles: it gives their 8 KB of state only to those
+    that ask for it."""
     if sys.platform != "linux" or platform.machine() != "x86_64" or sys.maxsize < 1 << 32:
         return False
     try:
@@ -57,7 +58,8 @@ PATH = Path(
     missing=_missing,
     micro_kernels=_micro_kernels,
     scratch=_scratch,
-    # Packing keys and values takes a fifth of the time of 128 rows' products, by count of instructions.
+    # Packing keys and values takes a fifth of the time of 128 rows' products, by count of
+    # instructions.
     tile_heights=(256, 512),
     tiles_per_thread=8,
     guessed_speed=4.0,

@@ -1,4 +1,4 @@
-"""What an instruction-set path is: everything that the target has to know of one."""
+"""The record of an instruction-set path: everything that the target has to know of one."""
 
 from __future__ import annotations
 
@@ -9,7 +9,8 @@ from typing import Any, NamedTuple
 
 # Byte offsets of a worker's scratch by name (kernel/params.py), and bytes of one kv head's.
 Scratch = tuple[Mapping[str, int], int]
-# kernel(block, sequences, runs, work, worker, max_items) -> whether items are left (kernel/work_loop.py)
+# kernel(block, sequences, runs, work, worker, max_items) -> whether items are left
+# (kernel/work_loop.py)
 Kernel = Callable[..., Any]
 
 
@@ -25,8 +26,8 @@ class MicroKernels(NamedTuple):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Path:
-    """An instruction-set path. Its module imports the micro-kernels only when they are asked for: the compiler of a CPU that
-    lacks the instructions may refuse what they name."""
+    """An instruction-set path. Its module imports the micro-kernels only when they are asked for:
+    the compiler of a CPU that lacks the instructions may refuse what they name."""
 
     name: str
     dtypes: tuple[str, ...]

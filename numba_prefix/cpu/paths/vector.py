@@ -27,8 +27,9 @@ PATH = Path(
     missing=_missing,
     micro_kernels=_micro_kernels,
     scratch=_scratch,
-    # With twice the rows, keys and values are widened half as often: 1.02 times with head size 64, 1.01 with 128 (AVX2, 2,048
-    # causal tokens, one thread and two; 384 and 512 rows: 1.00 and 1.01).
+    # With twice the rows, keys and values are widened half as often: 1.02 times with head size 64,
+    # 1.01 with 128 (AVX2, 2,048 causal tokens, one thread and two; 384 and 512 rows: 1.00 and
+    # 1.01).
     tile_heights=(256,),
     tiles_per_thread=32,
     guessed_speed=1.0,

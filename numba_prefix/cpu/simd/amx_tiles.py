@@ -1,6 +1,7 @@
 """AMX's instructions on tiles: registers of 16 rows of 64 bytes, numbered 0 to 7.
 
-A thread has to call enter_tiles before and leave_tiles after; the process needs the kernel's permission (cpu/isa.py).
+A thread has to call enter_tiles before and leave_tiles after; the process needs the kernel's
+permission (cpu/isa.py).
 """
 
 from __future__ import annotations
@@ -25,14 +26,15 @@ def _call(builder: ir.IRBuilder, name: str, *args: ir.Value) -> None:
 
 
 def _numbers(*tiles: Any) -> list[ir.Constant] | None:
-    """As constants in the instruction; None unless all are literals."""
+    """Tile numbers as constants of an instruction; None unless all are literals."""
     if not all(isinstance(tile, types.IntegerLiteral) for tile in tiles):
         return None
     return [ir.Constant(I8, tile.literal_value) for tile in tiles]
 
 
 def _make(name: str, num_tiles: int, has_memory: bool) -> Any:
-    """An instruction with so many tile numbers, and with an address and a stride in bytes if has_memory."""
+    """An instruction with so many tile numbers, and with an address and a stride in bytes if
+    has_memory."""
 
     def answer(numbers: Any, given: tuple[Any, ...]) -> Any:
         if numbers is None:
@@ -63,7 +65,8 @@ def _make(name: str, num_tiles: int, has_memory: bool) -> Any:
 tile_zero = _make("tilezero", 1, False)
 tile_load = _make("tileloadd64", 1, True)
 tile_store = _make("tilestored64", 1, True)
-# C[m, n] += sum over k of A[m, k][0] * B[k, n][0] + A[m, k][1] * B[k, n][1], of pairs of bfloat16 into float32
+# C[m, n] += sum over k of A[m, k][0] * B[k, n][0] + A[m, k][1] * B[k, n][1], of pairs of bfloat16
+# into float32
 tile_dot = _make("tdpbf16ps", 3, False)
 
 

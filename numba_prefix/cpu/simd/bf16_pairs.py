@@ -1,4 +1,5 @@
-"""Lanes as bfloat16 and as pairs of them, for the paths that multiply such pairs (cpu/kernel/prefill_bf16.py).
+"""Lanes as bfloat16 and as pairs of them, for the paths that multiply such pairs
+(cpu/kernel/prefill_bf16.py).
 
 A pair is an int32: its first element in the low half, its second in the high half.
 """
@@ -80,7 +81,8 @@ _CONVERT = "llvm.x86.avx512bf16.cvtne2ps2bf16.512"
 high_bits = _lanes_function(_high_bits, i32x16, f32x16)
 # i32x16 -> f32x16: its reverse
 from_bits = _lanes_function(first_half, f32x16, i32x16)
-# i32x16 pairs -> f32x16: the first elements (from_bits, but for what the high halves hold) and the second ones
+# i32x16 pairs -> f32x16: the first elements (from_bits, but for what the high halves hold) and the
+# second ones
 first_of_pairs = _lanes_function(first_half, f32x16, i32x16)
 second_of_pairs = _lanes_function(second_half, f32x16, i32x16)
 # two i32x16 of bits -> i32x16 pairs
@@ -122,7 +124,7 @@ def copy_16(typingctx: Any, source: Any, target: Any) -> Any:
 
 
 I16X8, I16X32 = ir.VectorType(I16, 8), ir.VectorType(I16, 2 * LANES)
-KEYS, CHUNK = 2 * LANES, 8
+KEYS, SUM_DIMS = 2 * LANES, 8
 
 
 def _mixed(builder: ir.IRBuilder, a: ir.Value, b: ir.Value, order: list[int]) -> ir.Value:
@@ -132,7 +134,8 @@ def _mixed(builder: ir.IRBuilder, a: ir.Value, b: ir.Value, order: list[int]) ->
 
 
 def _interleaved(builder: ir.IRBuilder, a: ir.Value, b: ir.Value, unit: int) -> list[ir.Value]:
-    """Of each 128 bits of two I16X32, the lower halves and the upper halves, `unit` elements of either in turns."""
+    """Emits, for each 128 bits of two I16X32, the lower halves and the upper halves, `unit`
+    elements of either in turns."""
     orders = (
         [
             which + lane + half + first + i
@@ -148,11 +151,12 @@ def _interleaved(builder: ir.IRBuilder, a: ir.Value, b: ir.Value, unit: int) -> 
 
 @intrinsic
 def transpose_chunk(typingctx: Any, rows: Any, offset: Any, target: Any, pitch: Any, most: Any) -> Any:
-    """8 elements of 16 bits each, `offset` bytes into 32 rows listed by address, as 8 rows of 32; returns the larger of `most`
-    and the elements' magnitudes (see holds_special).
+    """8 elements of 16 bits each, `offset` bytes into 32 rows listed by address, as 8 rows of 32;
+    returns the larger of `most` and the elements' magnitudes (see holds_non_finite).
 
-    Loads put 8 elements of four rows into a register: what is left is transposed within 128 bits, by 24 shuffles for 256
-    elements. Whole rows of pairs as 32-bit blocks (memory.transpose_block) take 56, and have to be joined first.
+    Loads put 8 elements of four rows into a register: what is left is transposed within 128 bits,
+    by 24 shuffles for 256 elements. Whole rows of pairs as 32-bit blocks (memory.transpose_block)
+    take 56, and have to be joined first.
     """
 
     def codegen(context: Any, builder: Any, sig: Any, args: Any) -> Any:
@@ -164,8 +168,8 @@ def transpose_chunk(typingctx: Any, rows: Any, offset: Any, target: Any, pitch: 
             return builder.load(pointer(builder, address, I16X8), align=1)
 
         x = []
-        for i in range(CHUNK):
-            quarters = [chunk(i + CHUNK * lane) for lane in range(4)]
+        for i in range(SUM_DIMS):
+            quarters = [chunk(i + SUM_DIMS * lane) for lane in range(4)]
             halves = [_mixed(builder, quarters[j], quarters[j + 1], list(range(16))) for j in (0, 2)]
             x.append(_mixed(builder, halves[0], halves[1], list(range(KEYS))))
         largest = builder.bitcast(most, I16X32)
@@ -173,7 +177,9 @@ def transpose_chunk(typingctx: Any, rows: Any, offset: Any, target: Any, pitch: 
             magnitude = builder.and_(row, ir.Constant(I16X32, [ir.Constant(I16, 0x7FFF)] * KEYS))
             largest = builder.select(builder.icmp_unsigned(">", magnitude, largest), magnitude, largest)
         for unit in (1, 2, 4):
-            x = [half for i in range(CHUNK) if not i & unit for half in _interleaved(builder, x[i], x[i + unit], unit)]
+            x = [
+                half for i in range(SUM_DIMS) if not i & unit for half in _interleaved(builder, x[i], x[i + unit], unit)
+            ]
         for i, row in enumerate(x):
             place = builder.add(target, builder.mul(pitch, ir.Constant(I64, i)))
             builder.store(row, pointer(builder, place, I16X32), align=1)
@@ -183,25 +189,28 @@ def transpose_chunk(typingctx: Any, rows: Any, offset: Any, target: Any, pitch: 
 
 
 @intrinsic
-def holds_special(typingctx: Any, most: Any) -> Any:
-    """Whether any of the magnitudes that transpose_chunk returned is that of a bfloat16 infinity or NaN."""
+def holds_non_finite(typingctx: Any, most: Any) -> Any:
+    """Whether any of the magnitudes that transpose_chunk returned is that of a bfloat16 infinity or
+    NaN."""
 
     def codegen(context: Any, builder: Any, sig: Any, args: Any) -> Any:
         bits = builder.bitcast(args[0], I16X32)
-        special = builder.icmp_unsigned(">=", bits, ir.Constant(I16X32, [ir.Constant(I16, 0x7F80)] * KEYS))
-        return builder.icmp_unsigned("!=", builder.bitcast(special, I32), ir.Constant(I32, 0))
+        non_finite = builder.icmp_unsigned(">=", bits, ir.Constant(I16X32, [ir.Constant(I16, 0x7F80)] * KEYS))
+        return builder.icmp_unsigned("!=", builder.bitcast(non_finite, I32), ir.Constant(I32, 0))
 
     return types.boolean(i32x16), codegen
 
 
-def dot_pairs(builder: ir.IRBuilder, total: ir.Value, column: ir.Value, scalar: ir.Value) -> ir.Value:
-    """total + the products of both elements of a column's pairs with those of one pair in all lanes (vdpbf16ps).
+def dot_pairs(builder: ir.IRBuilder, total: ir.Value, panel: ir.Value, scalar: ir.Value) -> ir.Value:
+    """total + the products of both elements of a panel's pairs with those of one pair in all lanes
+    (vdpbf16ps).
 
-    As vector.multiply: float32 vectors, of which column and scalar hold pairs.
+    Takes the place of prefill_f32_gemm.multiply: float32 vectors, of which panel and scalar hold
+    pairs.
     """
     kind = ir.FunctionType(f32x16.llvm, [f32x16.llvm, BF16X32, BF16X32])
     dot = builder.module.globals.get(_DOT) or ir.Function(builder.module, kind, _DOT)
-    return builder.call(dot, [total, builder.bitcast(column, BF16X32), builder.bitcast(scalar, BF16X32)])
+    return builder.call(dot, [total, builder.bitcast(panel, BF16X32), builder.bitcast(scalar, BF16X32)])
 
 
 _DOT = "llvm.x86.avx512bf16.dpbf16ps.512"

@@ -1,9 +1,11 @@
-"""A vector of 16 lanes as a Numba type, with the operators and functions that rules and kernels use.
+"""A vector of 16 lanes as a Numba type, with the operators and functions that rules and kernels
+use.
 
-`f32x16`, `i32x16`, `i64x16` and the mask `b1x16` are LLVM vectors held in registers; LLVM splits them to what the CPU has
-(1 x 512, 2 x 256 or 4 x 128 bits), so one source serves AVX-512, AVX2 and NEON. Operators take a lane vector with a lane
-vector or with a scalar, which is broadcast. Everything is lowered straight to LLVM instructions: no nested compilation, no
-float64, no fast-math. cpu/simd/memory.py moves lanes between registers and memory.
+`f32x16`, `i32x16`, `i64x16` and the mask `b1x16` are LLVM vectors held in registers; LLVM splits
+them to what the CPU has (1 x 512, 2 x 256 or 4 x 128 bits), so one source serves AVX-512, AVX2 and
+NEON. Operators take a lane vector with a lane vector or with a scalar, which is broadcast.
+Everything is lowered straight to LLVM instructions: no nested compilation, no float64, no
+fast-math. cpu/simd/memory.py moves lanes between registers and memory.
 """
 
 from __future__ import annotations
@@ -84,7 +86,7 @@ def call(builder: ir.IRBuilder, name: str, *args: ir.Value) -> ir.Value:
     return builder.call(function, args)
 
 
-# --- operators -------------------------------------------------------------------------------------------------------
+# --- operators
 
 
 def _pair(args: tuple[types.Type, ...], allowed: tuple[LanesType, ...]) -> LanesType | None:
@@ -170,7 +172,7 @@ def _lower_neg(context: Any, builder: Any, sig: Any, args: Any) -> Any:
     return builder.fneg(args[0])
 
 
-# --- the vocabulary of rules -----------------------------------------------------------------------------------------
+# --- the vocabulary of rules
 
 
 @infer_global(elementwise.where)
@@ -255,12 +257,12 @@ def polynomial(builder: ir.IRBuilder, x: ir.Value, coefficients: tuple[float, ..
     return value
 
 
-# 2**f on [-1/2, 1/2], fitted for the relative error: 2e-8 with these rounded coefficients. Degree 6, because degree 5
-# (1e-7) shows in a float32 output and saves one instruction of eighteen.
+# 2**f on [-1/2, 1/2], fitted for the relative error: 2e-8 with these rounded coefficients. Degree
+# 6, because degree 5 (1e-7) shows in a float32 output and saves one instruction of eighteen.
 EXP2_COEFFICIENTS = (0.00015353720, 0.0013398877, 0.0096184378, 0.055503324, 0.24022648, 0.69314718, 1.0)
 
-# Adding 1.5 * 2**23 + 127 leaves the nearest integer, biased like an exponent, in the low mantissa bits. Up to 1 there the
-# result is 0: below it could be subnormal.
+# Adding 1.5 * 2**23 + 127 leaves the nearest integer, biased like an exponent, in the low mantissa
+# bits. Up to 1 there the result is 0: below it could be subnormal.
 EXP2_MAGIC = 12582912.0 + 127.0
 EXP2_LEAST = 12582912.0 + 1.0
 

@@ -1,6 +1,8 @@
-"""Moving lanes between registers and memory: loads, stores, 16-bit conversion, transposition, atomics.
+"""Moving lanes between registers and memory: loads, stores, 16-bit conversion, transposition,
+atomics.
 
-Addresses are int64 byte addresses. Nothing assumes an alignment: a caller's buffer may start anywhere.
+Addresses are int64 byte addresses. Nothing assumes an alignment: a caller's buffer may start
+anywhere.
 """
 
 from __future__ import annotations
@@ -47,7 +49,7 @@ def _make_store(given: types.Type, memory: ir.Type, convert: Any = None) -> Any:
     return store
 
 
-# --- 16-bit floats, as vectors or scalars ----------------------------------------------------------------------------
+# --- 16-bit floats, as vectors or scalars
 
 
 def _like(value: ir.Value, element: ir.Type) -> ir.Type:
@@ -82,7 +84,8 @@ def f16_to_f32(builder: ir.IRBuilder, bits: ir.Value) -> ir.Value:
     wide = builder.zext(bits, _like(bits, I32))
     magnitude = builder.and_(wide, _const(bits, I32, 0x7FFF))
     sign = builder.shl(builder.and_(wide, _const(bits, I32, 0x8000)), _const(bits, I32, 16))
-    # Normals: rebias the exponent. Subnormals: an exact integer times 2**-24. Infinities and NaN: all exponent bits.
+    # Normals: rebias the exponent. Subnormals: an exact integer times 2**-24. Infinities and NaN:
+    # all exponent bits.
     moved = builder.shl(magnitude, _const(bits, I32, 13))
     normal = builder.add(moved, _const(bits, I32, 112 << 23))
     small = builder.fmul(builder.uitofp(magnitude, _like(bits, F32)), _const(bits, F32, 2.0**-24))
@@ -103,7 +106,8 @@ def _f32_to_f16(builder: ir.IRBuilder, value: ir.Value) -> ir.Value:
     odd = builder.and_(builder.lshr(magnitude, _const(value, I32, 13)), _const(value, I32, 1))
     rebias = _const(value, I32, (0xFFF - (112 << 23)) & 0xFFFFFFFF)
     normal = builder.lshr(builder.add(builder.add(magnitude, rebias), odd), _const(value, I32, 13))
-    # Subnormal results: adding 1/2 aligns 2**-24 with the last mantissa bit, so the addition itself rounds.
+    # Subnormal results: adding 1/2 aligns 2**-24 with the last mantissa bit, so the addition itself
+    # rounds.
     aligned = builder.fadd(builder.bitcast(magnitude, _like(value, F32)), _const(value, F32, 0.5))
     small = builder.sub(builder.bitcast(aligned, _like(value, I32)), _const(value, I32, 0x3F000000))
     is_small = builder.icmp_unsigned("<", magnitude, _const(value, I32, 113 << 23))
@@ -137,7 +141,7 @@ store1_i32 = _make_store(types.int32, I32)
 store1_i64 = _make_store(types.int64, I64)
 
 
-# --- gathers: one address per lane -----------------------------------------------------------------------------------
+# --- gathers: one address per lane
 
 
 def _make_gather(memory: ir.Type, convert: Any) -> Any:
@@ -161,7 +165,7 @@ gather_f16 = _make_gather(I16, f16_to_f32)
 gather_bf16 = _make_gather(I16, bf16_to_f32)
 
 
-# --- lanes themselves ------------------------------------------------------------------------------------------------
+# --- lanes themselves
 
 
 @intrinsic
@@ -218,12 +222,12 @@ def fold_lanes(typingctx: Any, lanes: Any, distance: Any) -> Any:
     return lanes(lanes, distance), codegen
 
 
-# --- blocks ----------------------------------------------------------------------------------------------------------
+# --- blocks
 
 
 @intrinsic
 def transpose_block(typingctx: Any, source: Any, source_pitch: Any, target: Any, target_pitch: Any) -> Any:
-    """float32 [16, 16] at `source` to its transpose at `target`; pitches are bytes from row to row."""
+    """Transposes float32 [16, 16] from `source` to `target`; pitches are bytes from row to row."""
 
     def codegen(context: Any, builder: Any, sig: Any, args: Any) -> Any:
         source, source_pitch, target, target_pitch = args
@@ -251,7 +255,8 @@ def transpose_block(typingctx: Any, source: Any, source_pitch: Any, target: Any,
 
 @intrinsic
 def atomic_add(typingctx: Any, address: Any, value: Any) -> Any:
-    """Adds to the int64 at an 8-byte aligned address, as one step among all threads; returns what was there."""
+    """Adds to the int64 at an 8-byte aligned address, as one step among all threads; returns what
+    was there."""
 
     def codegen(context: Any, builder: Any, sig: Any, args: Any) -> Any:
         return builder.atomic_rmw("add", pointer(builder, args[0], I64), args[1], "seq_cst")
@@ -261,9 +266,11 @@ def atomic_add(typingctx: Any, address: Any, value: Any) -> Any:
 
 @intrinsic
 def enter_float_mode(typingctx: Any) -> Any:
-    """Sets this thread to round to nearest and to keep subnormals, whatever its host set; returns the mode before.
+    """Sets this thread to round to nearest and to keep subnormals, whatever its host set; returns
+    the mode before.
 
-    A helper thread inherits the mode of whoever started it: without this, bits would depend on who helps."""
+    A helper thread inherits the mode of whoever started it: without this, bits would depend on who
+    helps."""
 
     def codegen(context: Any, builder: Any, sig: Any, args: Any) -> Any:
         if is_x86():

@@ -1,4 +1,5 @@
-"""How kernels read their parameters: `params_view(block)` is the address of a Params' block, with a field as each attribute."""
+"""The type by which kernels read their parameters: `params_view(block)` is the address of a Params'
+block, with a field as each attribute."""
 
 from __future__ import annotations
 

@@ -15,8 +15,10 @@ from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
 
-from numba_prefix.cuda.kernel.spec import CALL_LENGTH, FACTORS_LENGTH, KernelSpec, Source
+from numba_prefix.cuda.kernel.params import INTEGERS, Params
+from numba_prefix.cuda.kernel.spec import KernelSpec, Source
 from numba_prefix.inputs.errors import TargetUnavailableError
+from numba_prefix.planning.params import FACTORS
 from numba_prefix.runtime.exit_guard import StopAtExit
 from numba_prefix.runtime.signal_guard import keep_over_forks, uninterrupted
 
@@ -30,7 +32,7 @@ MIN_CC = (7, 5)
 # Thread blocks that a multiprocessor has room for at least. Left to itself ptxas gives up registers for more blocks, and spills
 # (20 bytes in fma, float16, head size 32, sm_75).
 MIN_BLOCKS = 2
-# Its defaults are those of Numba's options in device.py: no fastmath, so that denormals are kept and quotients and square roots
+# Its defaults are those of Numba's options in jit.py: no fastmath, so that denormals are kept and quotients and square roots
 # are exact, and products and sums contracted to fma. (Spelling them out is refused.)
 LINK_OPTIONS = {"link_time_optimization": True, "ptxas_options": ["-v"]}
 
@@ -102,21 +104,25 @@ def source_of(spec: KernelSpec) -> Source:
     return source
 
 
+def params_type(types: Any) -> Any:
+    """Numba's type of a Params, made of numba.cuda's `types`."""
+    return types.NamedTuple([types.int64] * len(INTEGERS) + [types.float32] * len(FACTORS), Params)
+
+
 @functools.lru_cache(maxsize=4)
 def _lto_ir(spec: KernelSpec) -> tuple[Source, bytes]:
-    """For all compute capabilities: made for the least, it links to what it would if made for another, but for which of two
-    conversions extends a number that is not negative."""
+    """For all compute capabilities: LTO-IR made for the least links to the same code as one made for another, except for which
+    of two conversions extends a number that is not negative."""
     tools = toolchain()
     from numba_prefix.cuda.kernel.jit import OPTIONS, compiling_for
 
-    source, types, config = source_of(spec), tools.types, tools.config
-    call, factors = types.UniTuple(types.int64, CALL_LENGTH), types.UniTuple(types.float32, FACTORS_LENGTH)
+    source, config = source_of(spec), tools.config
     forced, config.FORCE_CUDA_CC = config.FORCE_CUDA_CC, None
     try:
         with compiling_for(MIN_CC):
             code, _ = tools.cuda.compile(
                 source.function,
-                types.void(call, factors),
+                tools.types.void(params_type(tools.types)),
                 device=False,
                 opt=True,
                 abi="numba",

@@ -17,8 +17,8 @@ from numba_prefix.cuda.kernel.spec import KernelSpec
 from numba_prefix.runtime import disk_cache
 from numba_prefix.runtime.signal_guard import uninterrupted
 
-# Every module in these folders takes part in a kernel, or in compiling it.
-_FOLDERS = ("rules", "cuda.kernel", "cuda.compile")
+# Every module in these folders may take part in a kernel, or in compiling it.
+_FOLDERS = ("rules", "planning", "cuda.kernel", "cuda.compile")
 _COMPILER = ("numba", "numba-cuda", "llvmlite", "nvidia-nvvm", "nvidia-cuda-nvrtc", "nvidia-nvjitlink")
 _LENGTH_BYTES = 4
 

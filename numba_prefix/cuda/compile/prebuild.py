@@ -8,8 +8,7 @@ from collections.abc import Iterable, Iterator
 from typing import Any
 
 from numba_prefix.cuda.compile import cubins
-from numba_prefix.cuda.kernel.choice import CHUNK, family_of, head_dim_of, merge_of
-from numba_prefix.cuda.kernel.spec import KernelSpec
+from numba_prefix.cuda.kernel.spec import CHUNK, KernelSpec, family_of, head_dim_of, merge_of
 from numba_prefix.inputs.arrays import ITEM_BYTES
 from numba_prefix.inputs.mask_types import MaskType
 
@@ -40,9 +39,8 @@ def default_specs(
             for kind in kinds:
                 for bias in _BIASES[kind]:
                     mask_dtype = dtype if bias in _READ else ""
-                    is_causal = kind is not MaskType.NONE
                     family = family_of(dtype, cc)
-                    found.append(KernelSpec(family, dtype, dtype, head_dim, bias, is_causal, mask_dtype, is_aligned))
+                    found.append(KernelSpec(family, dtype, dtype, head_dim, bias, mask_dtype, is_aligned))
     return list(dict.fromkeys([*found, *map(merge_of, found)]))
 
 

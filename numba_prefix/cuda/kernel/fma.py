@@ -12,21 +12,24 @@ from typing import Any
 import numpy as np
 from numba import cuda, float32, int32, int64
 
-from numba_prefix.cuda.kernel import ptx, rules
-from numba_prefix.cuda.kernel import spec as c
+from numba_prefix.cuda.kernel import ptx
 from numba_prefix.cuda.kernel.common import (
     LOADS,
     STORES,
+    WIDENS,
     bias_of,
-    f32_of_bf16,
     find_page,
     finish_of,
+    key_tile,
+    keys_seen,
     partial_pitch,
     row_of,
     token_and_head,
     work_of,
 )
 from numba_prefix.cuda.kernel.jit import inline
+from numba_prefix.cuda.kernel.rules import masks, softmax, tiling, where
+from numba_prefix.cuda.kernel.spec import CHUNK, KernelSpec, Source
 from numba_prefix.inputs.arrays import ITEM_BYTES
 from numba_prefix.rules.elementwise import F32_NEG_INF
 from numba_prefix.rules.tiling import M_BLOCK, N_BEGIN, N_END, Q_BEGIN, Q_LEN, SEQUENCE
@@ -35,7 +38,6 @@ WARPS = 4
 THREADS = 32 * WARPS
 ROW_THREADS = 8  # of one row
 ROW_STEP = THREADS // ROW_THREADS  # between the rows of a thread
-CHUNK = 16  # bytes that are loaded at once
 F32 = 4
 ZERO = np.float32(0.0)
 HIDDEN = np.float32(-1.0)  # a weight that no key has: those of keys that a row may not see
@@ -43,8 +45,8 @@ HIDDEN = np.float32(-1.0)  # a weight that no key has: those of keys that a row 
 MAX_WIDE_HEAD_DIM = 128
 
 
-def make(spec: c.KernelSpec) -> c.Source:
-    HEAD_DIM, IS_CAUSAL, HAS_BIAS = spec.head_dim, spec.is_causal, spec.bias != "none"
+def make(spec: KernelSpec) -> Source:
+    HEAD_DIM, HAS_BIAS = spec.head_dim, spec.bias != "none"
     ROWS, KEYS = (4, 4) if HEAD_DIM <= MAX_WIDE_HEAD_DIM else (2, 2)  # of a thread
     BLOCK_M, BLOCK_N = ROWS * ROW_STEP, KEYS * ROW_THREADS
     DIM_GROUPS = HEAD_DIM // 32
@@ -56,7 +58,7 @@ def make(spec: c.KernelSpec) -> c.Source:
     CHUNKS, CHUNK_ITEMS = HEAD_DIM * ITEM // CHUNK, CHUNK // ITEM
     IS_ALIGNED, IS_F32 = spec.is_aligned, spec.dtype == "float32"
     load = LOADS[spec.dtype]
-    widen = ptx.f32_of_f16 if spec.dtype == "float16" else f32_of_bf16
+    widen: Any = WIDENS.get(spec.dtype)
     bias = bias_of(spec)
     store, OUT_BYTES = STORES[spec.out_dtype], ITEM_BYTES[spec.out_dtype]
 
@@ -92,20 +94,20 @@ def make(spec: c.KernelSpec) -> c.Source:
             item = (i * 32 + lane - row * CHUNKS) * CHUNK_ITEMS
             row_page, row_slot = ptx.from_lane_i32(page, row), ptx.from_lane_i32(slot, row)
             source = address + np.int64(row_page) * block + np.int64(row_slot) * slot_bytes
-            size = rules.where(row_page >= 0, head_size, np.int64(0))
+            size = where(row_page >= 0, head_size, np.int64(0))
             to = np.int32(tile + (warp * KEYS_PER_WARP + row) * PITCH + F32 * item)
             load_chunk(to, source, np.int64(item), size, np.float32(1.0))
 
     @inline
-    def load_queries(call: Any, tile: Any, q_begin: Any, first_row: Any, rows: Any, kv_head: Any, sign: Any) -> None:
+    def load_queries(params: Any, tile: Any, q_begin: Any, first_row: Any, rows: Any, kv_head: Any, sign: Any) -> None:
         """The query tile, times qk_scale's sign; zeros for rows that are none."""
         for i in range(BLOCK_M * CHUNKS // THREADS):
             place_idx = np.int32(i * THREADS + cuda.threadIdx.x)
             row = np.int32(np.uint32(place_idx) // np.uint32(CHUNKS))
             item = (place_idx - row * CHUNKS) * CHUNK_ITEMS
-            token, q_head = token_and_head(call, q_begin, first_row + row, kv_head)
-            address = call[c.Q] + token * call[c.Q_TOKEN] + q_head * call[c.Q_HEAD]
-            size = rules.where(row < rows, call[c.HEAD_SIZE], np.int64(0))
+            token, q_head = token_and_head(params, q_begin, first_row + row, kv_head)
+            address = params.q_ptr + token * params.q_token_stride + q_head * params.q_head_stride
+            size = where(row < rows, params.head_size, np.int64(0))
             load_chunk(np.int32(tile + row * PITCH + F32 * item), address, np.int64(item), size, sign)
 
     @inline
@@ -128,25 +130,34 @@ def make(spec: c.KernelSpec) -> c.Source:
                     s[KEYS * i + j] = total
 
     @inline
-    def update(s: Any, acc: Any, m_i: Any, l_i: Any, limit: Any, first: Any, base: Any, unit_log2: Any, i: Any) -> None:
+    def update(
+        s: Any,
+        acc: Any,
+        m_i: Any,
+        l_i: Any,
+        begin: Any,
+        end: Any,
+        first: Any,
+        base: Any,
+        unit_log2: Any,
+        i: Any,
+    ) -> None:
         """The running softmax of the thread's row i: scores become weights, what was summed is rescaled."""
         top = m_i[i]
         for j in range(KEYS):
-            top = rules.running_max(top, s[KEYS * i + j])
+            top = softmax.running_max(top, s[KEYS * i + j])
         for step in range(3):
-            top = rules.running_max(top, ptx.butterfly_f32(top, np.int32(1 << step)))
-        shift = rules.shift_of(top)
-        alpha = rules.rescale(m_i[i], shift, unit_log2)
+            top = softmax.running_max(top, ptx.butterfly_f32(top, np.int32(1 << step)))
+        shift = softmax.shift_of(top)
+        alpha = softmax.rescale(m_i[i], shift, unit_log2)
         total = l_i[i] * alpha
         row = (cuda.threadIdx.x >> 3) + ROW_STEP * i
         for j in range(KEYS):
-            weight = rules.weight(s[KEYS * i + j], shift, unit_log2)
+            weight = softmax.weight(s[KEYS * i + j], shift, unit_log2)
             total = total + weight
-            is_seen = rules.is_visible(first + ROW_THREADS * j, limit[i])
+            is_seen = masks.is_visible(first + ROW_THREADS * j, begin[i], end[i])
             key = (cuda.threadIdx.x & 7) + ROW_THREADS * j
-            ptx.store_shared_f32(
-                np.int32(base + P_TILE + row * P_PITCH + F32 * key), rules.where(is_seen, weight, HIDDEN)
-            )
+            ptx.store_shared_f32(np.int32(base + P_TILE + row * P_PITCH + F32 * key), where(is_seen, weight, HIDDEN))
         m_i[i], l_i[i] = top, total
         for e in range(4 * DIM_GROUPS):
             acc[4 * DIM_GROUPS * i + e] = acc[4 * DIM_GROUPS * i + e] * alpha
@@ -161,7 +172,7 @@ def make(spec: c.KernelSpec) -> c.Source:
                 is_hidden = w[4 * i + k] < ZERO
                 for e in range(4):
                     d = 4 * (DIM_GROUPS * i + g) + e
-                    acc[d] = rules.where(is_hidden, acc[d], acc[d] + w[4 * i + k] * v[e])
+                    acc[d] = where(is_hidden, acc[d], acc[d] + w[4 * i + k] * v[e])
 
     @inline
     def add_values(acc: Any, base: Any) -> None:
@@ -178,8 +189,8 @@ def make(spec: c.KernelSpec) -> c.Source:
             add_value(acc, w, base, j + 3, 3)
 
     @inline
-    def store_state(call: Any, acc: Any, address: Any, rows: Any, row: Any, i: Any) -> None:
-        pitch, quad = partial_pitch(call), cuda.threadIdx.x & 7
+    def store_state(params: Any, acc: Any, address: Any, rows: Any, row: Any, i: Any) -> None:
+        pitch, quad = partial_pitch(params), cuda.threadIdx.x & 7
         for g in range(DIM_GROUPS):
             for e in range(4):
                 column = 32 * g + 4 * quad + e
@@ -187,80 +198,74 @@ def make(spec: c.KernelSpec) -> c.Source:
                     ptx.store_f32(address + 4 * (row * pitch + column), acc[4 * (DIM_GROUPS * i + g) + e])
 
     @inline
-    def store_row(call: Any, acc: Any, address: Any, l_i: Any, i: Any) -> None:
+    def store_row(params: Any, acc: Any, address: Any, l_i: Any, i: Any) -> None:
         for g in range(DIM_GROUPS):
             for e in range(4):
                 column = 32 * g + 4 * (cuda.threadIdx.x & 7) + e
-                if column < call[c.HEAD_SIZE]:
-                    store(address + OUT_BYTES * column, rules.normalize(acc[4 * (DIM_GROUPS * i + g) + e], l_i))
+                if column < params.head_size:
+                    store(address + OUT_BYTES * column, softmax.normalize(acc[4 * (DIM_GROUPS * i + g) + e], l_i))
 
     finish = finish_of(BLOCK_M, 3, store_state, store_row)
 
-    def kernel(call: Any, factors: Any) -> None:
+    def kernel(params: Any) -> None:
         s, acc = cuda.local.array(S_SIZE, float32), cuda.local.array(ACC_SIZE, float32)
         m_i, l_i, slope = (
             cuda.local.array(ROWS, float32),
             cuda.local.array(ROWS, float32),
             cuda.local.array(ROWS, float32),
         )
-        q_pos, origin, last = (
+        q_pos, bias_pos = cuda.local.array(ROWS, int32), cuda.local.array(ROWS, int32)
+        begin, end, mask_base = (
             cuda.local.array(ROWS, int32),
             cuda.local.array(ROWS, int32),
-            cuda.local.array(ROWS, int32),
+            cuda.local.array(ROWS, int64),
         )
-        limit, mask_base = cuda.local.array(ROWS, int32), cuda.local.array(ROWS, int64)
         lane, warp, base = np.int32(cuda.threadIdx.x & 31), np.int32(cuda.threadIdx.x >> 5), ptx.shared_base()
-        entry, kv_head, sequence, runs = work_of(call, call[c.WORK])
-        b, n_end, q_begin = entry[SEQUENCE], entry[N_END], sequence[Q_BEGIN]
-        rows = np.int32(rules.rows_in_tile(sequence[Q_LEN], call[c.GROUP_SIZE], entry[M_BLOCK], BLOCK_M))
-        first_row, tile_row = entry[M_BLOCK] * BLOCK_M, cuda.threadIdx.x >> 3
-        k_base, v_base = call[c.K] + kv_head * call[c.K_HEAD], call[c.V] + kv_head * call[c.V_HEAD]
+        work_item, kv_head, sequence, runs = work_of(params, params.work_ptr)
+        b, n_end, q_begin = work_item[SEQUENCE], work_item[N_END], sequence[Q_BEGIN]
+        rows = np.int32(tiling.rows_in_tile(sequence[Q_LEN], params.group_size, work_item[M_BLOCK], BLOCK_M))
+        first_row, tile_row = work_item[M_BLOCK] * BLOCK_M, cuda.threadIdx.x >> 3
+        k_base, v_base = params.k_ptr + kv_head * params.k_head_stride, params.v_ptr + kv_head * params.v_head_stride
 
-        load_queries(call, base + Q_TILE, q_begin, first_row, rows, kv_head, factors[c.Q_SIGN])
+        load_queries(params, base + Q_TILE, q_begin, first_row, rows, kv_head, params.q_sign)
         for i in range(ROWS):
             row = first_row + min(tile_row + ROW_STEP * i, rows - 1)
-            state = row_of(call, runs, sequence, row, kv_head, IS_CAUSAL)
-            q_pos[i], origin[i], last[i], slope[i], mask_base[i] = state
+            state = row_of(params, runs, sequence, row, kv_head)
+            q_pos[i], bias_pos[i], slope[i], mask_base[i] = state
             m_i[i], l_i[i] = F32_NEG_INF, ZERO
         for i in range(ACC_SIZE):
             acc[i] = ZERO
 
-        kv_idx = entry[N_BEGIN]
+        kv_idx = work_item[N_BEGIN]
         key = warp * KEYS_PER_WARP + (lane & (KEYS_PER_WARP - 1))
         while kv_idx < n_end:
-            run = rules.run_of_key(runs, sequence, kv_idx)
-            kv_pos = np.int32(rules.kv_pos_of_key(runs, run, kv_idx))
-            count = np.int32(rules.keys_in_block(runs, run, kv_idx, n_end, BLOCK_N))
-            page, slot = find_page(call, b, kv_pos + key, key < count)
+            kv_pos, num_keys = key_tile(runs, sequence, kv_idx, n_end, BLOCK_N)
+            page, slot = find_page(params, b, kv_pos + key, key < num_keys)
             cuda.syncthreads()  # nobody reads the values before
-            load_tile(base + KV_TILE, k_base, call[c.K_BLOCK], call[c.K_SLOT], page, slot, call[c.HEAD_SIZE])
+            load_tile(base + KV_TILE, k_base, params.k_block_stride, params.k_slot_stride, page, slot, params.head_size)
             cuda.syncthreads()
             scores(s, base)
             cuda.syncthreads()  # nobody reads the keys
-            load_tile(base + KV_TILE, v_base, call[c.V_BLOCK], call[c.V_SLOT], page, slot, call[c.HEAD_SIZE])
+            load_tile(base + KV_TILE, v_base, params.v_block_stride, params.v_slot_stride, page, slot, params.head_size)
             first = kv_pos + (cuda.threadIdx.x & 7)
             for i in range(ROWS):
-                limit[i] = np.int32(min(last[i], kv_pos + count - 1))
+                begin[i], end[i] = keys_seen(sequence, q_pos[i], kv_pos, num_keys)
                 for j in range(KEYS):
                     score, at = s[KEYS * i + j], np.int32(first + ROW_THREADS * j)
                     if HAS_BIAS:
-                        add = bias(call, mask_base[i], slope[i], q_pos[i], origin[i], at)
-                        score = score * factors[c.QK_SCALE] + add
-                    s[KEYS * i + j] = rules.where(rules.is_visible(at, limit[i]), score, F32_NEG_INF)
+                        add = bias(params, mask_base[i], slope[i], q_pos[i], bias_pos[i], at)
+                        score = score * params.qk_scale + add
+                    s[KEYS * i + j] = where(masks.is_visible(at, begin[i], end[i]), score, F32_NEG_INF)
             for i in range(ROWS):
-                update(s, acc, m_i, l_i, limit, first, base, factors[c.UNIT_LOG2], i)
+                update(s, acc, m_i, l_i, begin, end, first, base, params.unit_log2, i)
             cuda.syncthreads()  # weights and values are there
             add_values(acc, base)
-            kv_idx += count
+            kv_idx += num_keys
 
-        finish(call, entry, q_begin, kv_head, rows, acc, m_i, l_i, factors[c.UNIT], origin, tile_row, 0)
-        finish(call, entry, q_begin, kv_head, rows, acc, m_i, l_i, factors[c.UNIT], origin, tile_row + ROW_STEP, 1)
+        finish(params, work_item, q_begin, kv_head, rows, acc, m_i, l_i, bias_pos, tile_row, 0)
+        finish(params, work_item, q_begin, kv_head, rows, acc, m_i, l_i, bias_pos, tile_row + ROW_STEP, 1)
         if ROWS == 4:
-            finish(
-                call, entry, q_begin, kv_head, rows, acc, m_i, l_i, factors[c.UNIT], origin, tile_row + 2 * ROW_STEP, 2
-            )
-            finish(
-                call, entry, q_begin, kv_head, rows, acc, m_i, l_i, factors[c.UNIT], origin, tile_row + 3 * ROW_STEP, 3
-            )
+            finish(params, work_item, q_begin, kv_head, rows, acc, m_i, l_i, bias_pos, tile_row + 2 * ROW_STEP, 2)
+            finish(params, work_item, q_begin, kv_head, rows, acc, m_i, l_i, bias_pos, tile_row + 3 * ROW_STEP, 3)
 
-    return c.Source(spec.name, kernel, THREADS, P_TILE + BLOCK_M * P_PITCH, BLOCK_M, BLOCK_N)
+    return Source(spec.name, kernel, THREADS, P_TILE + BLOCK_M * P_PITCH, BLOCK_M, BLOCK_N)

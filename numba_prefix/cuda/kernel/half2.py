@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from numba_prefix.cuda.kernel import ptx
-from numba_prefix.cuda.kernel.common import f32_of_bf16
+from numba_prefix.cuda.kernel.common import WIDENS
 from numba_prefix.cuda.kernel.jit import inline
 
 
@@ -25,10 +25,10 @@ class Halves:
 
 
 def halves_of(dtype: str) -> Halves:
-    is_f16 = dtype == "float16"
+    """Raises KeyError for a dtype that is no 16-bit float."""
+    widen, is_f16 = WIDENS[dtype], dtype == "float16"
     exponent = np.int32(0x7C007C00 if is_f16 else 0x7F807F80)
     carry = np.int32(0x04000400 if is_f16 else 0x00800080)
-    widen = ptx.f32_of_f16 if is_f16 else f32_of_bf16
     pack = ptx.pack_f16 if is_f16 else ptx.pack_bf16
     top = np.int32(-0x7FFF8000)  # 0x80008000
 

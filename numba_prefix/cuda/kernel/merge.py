@@ -1,4 +1,4 @@
-"""Merging what the splits of a tile left behind: one work item = a split tile of one kv head, a warp for each row."""
+"""Merges what the splits of a tile left behind: one work item = a split tile of one kv head, a warp for each row."""
 
 from __future__ import annotations
 
@@ -7,62 +7,65 @@ from typing import Any
 import numpy as np
 from numba import cuda, float32
 
-from numba_prefix.cuda.kernel import ptx, rules
-from numba_prefix.cuda.kernel import spec as c
+from numba_prefix.cuda.kernel import ptx
 from numba_prefix.cuda.kernel.common import (
     STORES,
-    origin_of,
+    bias_pos_of,
     partial_address,
     partial_pitch,
+    q_pos_of,
     store_lse,
     token_and_head,
     work_of,
 )
+from numba_prefix.cuda.kernel.rules import softmax, tiling
+from numba_prefix.cuda.kernel.spec import KernelSpec, Source
 from numba_prefix.inputs.arrays import ITEM_BYTES
 from numba_prefix.rules.elementwise import F32_NEG_INF
-from numba_prefix.rules.tiling import KV_LEN, M_BLOCK, NUM_SPLITS, PARTIAL_OFFSET, Q_BEGIN, Q_LEN
+from numba_prefix.rules.tiling import M_BLOCK, NUM_SPLITS, PARTIAL_OFFSET, Q_BEGIN, Q_LEN
 
 WARPS = 4
 THREADS = 32 * WARPS
 ZERO = np.float32(0.0)
 
 
-def make(spec: c.KernelSpec) -> c.Source:
+def make(spec: KernelSpec) -> Source:
     LANE_DIMS = spec.head_dim // 32
     store, OUT_BYTES = STORES[spec.out_dtype], ITEM_BYTES[spec.out_dtype]
 
-    def kernel(call: Any, factors: Any) -> None:
+    def kernel(params: Any) -> None:
         acc = cuda.local.array(LANE_DIMS, float32)
         lane, warp = np.int32(cuda.threadIdx.x & 31), np.int32(cuda.threadIdx.x >> 5)
-        entry, kv_head, sequence, runs = work_of(call, call[c.MERGE])
-        rows = rules.rows_in_tile(sequence[Q_LEN], call[c.GROUP_SIZE], entry[M_BLOCK], call[c.TILE_ROWS])
-        pitch, lanes = partial_pitch(call), rules.lane_rows(rows)
+        work_item, kv_head, sequence, runs = work_of(params, params.merge_ptr)
+        rows = tiling.rows_in_tile(sequence[Q_LEN], params.group_size, work_item[M_BLOCK], params.tile_rows)
+        pitch, lanes = partial_pitch(params), tiling.lane_rows(rows)
         for row in range(warp, rows, WARPS):
             m_i, l_i = F32_NEG_INF, ZERO
             for i in range(LANE_DIMS):
                 acc[i] = ZERO
-            for split_idx in range(entry[NUM_SPLITS]):
-                state = partial_address(call, entry[PARTIAL_OFFSET], split_idx, kv_head, rows)
-                m_i = rules.running_max(m_i, ptx.load_f32(state + 4 * (lanes * pitch + row)))
-            shift = rules.shift_of(m_i)
-            for split_idx in range(entry[NUM_SPLITS]):
-                state = partial_address(call, entry[PARTIAL_OFFSET], split_idx, kv_head, rows)
+            for split_idx in range(work_item[NUM_SPLITS]):
+                state = partial_address(params, work_item[PARTIAL_OFFSET], split_idx, kv_head, rows)
+                m_i = softmax.running_max(m_i, ptx.load_f32(state + 4 * (lanes * pitch + row)))
+            shift = softmax.shift_of(m_i)
+            for split_idx in range(work_item[NUM_SPLITS]):
+                state = partial_address(params, work_item[PARTIAL_OFFSET], split_idx, kv_head, rows)
                 m_of_split = ptx.load_f32(state + 4 * (lanes * pitch + row))
-                alpha = rules.rescale(m_of_split, shift, factors[c.UNIT_LOG2])
+                alpha = softmax.rescale(m_of_split, shift, params.unit_log2)
                 l_i = l_i + alpha * ptx.load_f32(state + 4 * (lanes * pitch + lanes + row))
                 for i in range(LANE_DIMS):
                     column = 32 * i + lane
-                    if column < call[c.HEAD_SIZE]:
+                    if column < params.head_size:
                         part = ptx.load_f32(state + 4 * (row * pitch + column))
-                        acc[i] = acc[i] + rules.weighted(part, alpha)
-            token, q_head = token_and_head(call, sequence[Q_BEGIN], entry[M_BLOCK] * call[c.TILE_ROWS] + row, kv_head)
-            out = call[c.OUT] + token * call[c.OUT_TOKEN] + q_head * call[c.OUT_HEAD]
+                        acc[i] = softmax.add_part(acc[i], part, alpha)
+            tile_row = work_item[M_BLOCK] * params.tile_rows + row
+            token, q_head = token_and_head(params, sequence[Q_BEGIN], tile_row, kv_head)
+            out = params.out_ptr + token * params.out_token_stride + q_head * params.out_head_stride
             for i in range(LANE_DIMS):
                 column = 32 * i + lane
-                if column < call[c.HEAD_SIZE]:
-                    store(out + OUT_BYTES * column, rules.normalize(acc[i], l_i))
+                if column < params.head_size:
+                    store(out + OUT_BYTES * column, softmax.normalize(acc[i], l_i))
             if lane == 0:
-                q_pos = sequence[KV_LEN] - sequence[Q_LEN] + token - sequence[Q_BEGIN]
-                store_lse(call, token, q_head, m_i, l_i, factors[c.UNIT], origin_of(call, runs, sequence, q_pos))
+                bias_pos = bias_pos_of(params, runs, sequence, q_pos_of(params, sequence, tile_row))
+                store_lse(params, token, q_head, m_i, l_i, bias_pos)
 
-    return c.Source(spec.name, kernel, THREADS, 0, 0, 0)
+    return Source(spec.name, kernel, THREADS, 0, 0, 0)

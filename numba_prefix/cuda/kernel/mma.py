@@ -12,28 +12,31 @@ from typing import Any
 import numpy as np
 from numba import cuda, float32, int32, int64
 
-from numba_prefix.cuda.kernel import ptx, rules
-from numba_prefix.cuda.kernel import spec as c
+from numba_prefix.cuda.kernel import ptx
 from numba_prefix.cuda.kernel.common import (
     STORES,
     bias_of,
     find_page,
     finish_of,
+    key_tile,
+    keys_seen,
     partial_pitch,
+    q_pos_of,
     row_of,
     token_and_head,
     work_of,
 )
 from numba_prefix.cuda.kernel.half2 import halves_of
 from numba_prefix.cuda.kernel.jit import inline
+from numba_prefix.cuda.kernel.rules import masks, softmax, tiling, where
+from numba_prefix.cuda.kernel.spec import CHUNK, KernelSpec, Source
 from numba_prefix.inputs.arrays import ITEM_BYTES
 from numba_prefix.rules.elementwise import F32_NEG_INF
-from numba_prefix.rules.tiling import KV_LEN, M_BLOCK, N_BEGIN, N_END, Q_BEGIN, Q_LEN, SEQUENCE
+from numba_prefix.rules.tiling import M_BLOCK, N_BEGIN, N_END, Q_BEGIN, Q_LEN, SEQUENCE
 
 WARPS = 4
 THREADS = 32 * WARPS
 BLOCK_M = 16 * WARPS
-CHUNK = 16  # bytes that are copied at once
 ZERO = np.float32(0.0)
 MAX_KEPT_HEAD_DIM = 128  # of larger heads, queries are read from shared memory for every key tile: registers are short
 # With a mask that is read, larger heads take fewer keys at once (else 36 to 132 bytes are spilled), and still larger ones do
@@ -42,8 +45,8 @@ MAX_WIDE_WITH_MASK = 32
 MAX_KEPT_WITH_MASK = 96
 
 
-def make(spec: c.KernelSpec) -> c.Source:
-    HEAD_DIM, IS_CAUSAL, HAS_BIAS = spec.head_dim, spec.is_causal, spec.bias != "none"
+def make(spec: KernelSpec) -> Source:
+    HEAD_DIM, HAS_BIAS = spec.head_dim, spec.bias != "none"
     BLOCK_N = 32 if spec.mask_dtype and HEAD_DIM > MAX_WIDE_WITH_MASK else 64
     KEYS_PER_WARP = BLOCK_N // WARPS
     ROW_BYTES, CHUNKS = 2 * HEAD_DIM, HEAD_DIM // 8
@@ -96,23 +99,23 @@ def make(spec: c.KernelSpec) -> c.Source:
                 source = address + np.int64(row_page) * block + np.int64(row_slot) * slot_bytes
             if IS_ALIGNED:
                 is_read = row_page >= 0 and column < head_bytes
-                ptx.copy16(to, rules.where(is_read, source + column, address), np.int32(rules.where(is_read, 16, 0)))
+                ptx.copy16(to, where(is_read, source + column, address), np.int32(where(is_read, 16, 0)))
             else:
-                w0, w1, w2, w3 = load_chunk(source, column, rules.where(row_page >= 0, head_bytes, np.int64(0)))
+                w0, w1, w2, w3 = load_chunk(source, column, where(row_page >= 0, head_bytes, np.int64(0)))
                 ptx.store_shared4_i32(to, w0, w1, w2, w3)
         if IS_ALIGNED:
             ptx.commit()
 
     @inline
-    def load_queries(call: Any, tile: Any, q_begin: Any, first_row: Any, rows: Any, kv_head: Any, sign: Any) -> None:
+    def load_queries(params: Any, tile: Any, q_begin: Any, first_row: Any, rows: Any, kv_head: Any, sign: Any) -> None:
         """The query tile, times qk_scale's sign; zeros for rows that are none."""
         for i in range(BLOCK_M * CHUNKS // THREADS):
             place_idx = np.int32(i * THREADS + cuda.threadIdx.x)
             row = np.int32(np.uint32(place_idx) // np.uint32(CHUNKS))
             chunk = np.int32(place_idx - row * CHUNKS)
-            token, q_head = token_and_head(call, q_begin, first_row + row, kv_head)
-            address = call[c.Q] + token * call[c.Q_TOKEN] + q_head * call[c.Q_HEAD]
-            head_bytes = rules.where(row < rows, 2 * call[c.HEAD_SIZE], np.int64(0))
+            token, q_head = token_and_head(params, q_begin, first_row + row, kv_head)
+            address = params.q_ptr + token * params.q_token_stride + q_head * params.q_head_stride
+            head_bytes = where(row < rows, 2 * params.head_size, np.int64(0))
             w0, w1, w2, w3 = load_chunk(address, CHUNK * chunk, head_bytes)
             to = np.int32(tile + place(row, chunk))
             ptx.store_shared4_i32(to, signed(w0, sign), signed(w1, sign), signed(w2, sign), signed(w3, sign))
@@ -146,14 +149,14 @@ def make(spec: c.KernelSpec) -> c.Source:
 
     @inline
     def add_biases(
-        call: Any, s: Any, qk_scale: Any, mask_base: Any, slope: Any, q_pos: Any, origin: Any, first: Any, j: Any
+        params: Any, s: Any, qk_scale: Any, mask_base: Any, slope: Any, q_pos: Any, bias_pos: Any, first: Any, j: Any
     ) -> None:
         """Scales the scores of keys 16·j to 16·j + 15 and adds their biases."""
         for pair in range(4):
             i = pair & 1
             for e in range(2):
                 at = np.int32(first + 16 * j + 8 * (pair >> 1) + e)
-                add = bias(call, mask_base[i], slope[i], q_pos[i], origin[i], at)
+                add = bias(params, mask_base[i], slope[i], q_pos[i], bias_pos[i], at)
                 s[8 * j + 2 * pair + e] = s[8 * j + 2 * pair + e] * qk_scale + add
 
     @inline
@@ -189,14 +192,14 @@ def make(spec: c.KernelSpec) -> c.Source:
         return found
 
     @inline
-    def add_nonfinite(acc: Any, first: Any, count: Any, limit: Any, base: Any, begin: Any) -> None:
-        """Infinities and NaNs of half the value tile, chunks `begin` and after, added to the rows that see them."""
+    def add_nonfinite(acc: Any, kv_pos: Any, num_keys: Any, begin: Any, end: Any, base: Any, first_chunk: Any) -> None:
+        """Infinities and NaNs of half the value tile, first_chunk and after, added to the rows that see them."""
         column = 4 * (cuda.threadIdx.x & 3)
-        for key in range(count):
-            is_seen0 = rules.is_visible(first + key, limit[0])
-            is_seen1 = rules.is_visible(first + key, limit[1])
+        for key in range(num_keys):
+            is_seen0 = masks.is_visible(kv_pos + key, begin[0], end[0])
+            is_seen1 = masks.is_visible(kv_pos + key, begin[1], end[1])
             for j in range(DIM_PAIRS):
-                d = begin + j
+                d = first_chunk + j
                 at = np.int32(base + V_TILE + place(np.int32(key), np.int32(d)) + column)
                 low, high = rest(ptx.load_shared_i32(at))
                 if is_seen0:
@@ -205,11 +208,11 @@ def make(spec: c.KernelSpec) -> c.Source:
                     acc[4 * d + 2], acc[4 * d + 3] = acc[4 * d + 2] + low, acc[4 * d + 3] + high
 
     @inline
-    def move_nonfinite(acc: Any, first: Any, count: Any, limit: Any, base: Any) -> None:
+    def move_nonfinite(acc: Any, kv_pos: Any, num_keys: Any, begin: Any, end: Any, base: Any) -> None:
         """Takes infinities and NaNs out of the value tile and adds them to the rows that see them, and to no other: in the
         products, a hidden key's weight of 0 takes part."""
-        add_nonfinite(acc, first, count, limit, base, 0)
-        add_nonfinite(acc, first, count, limit, base, DIM_PAIRS)
+        add_nonfinite(acc, kv_pos, num_keys, begin, end, base, 0)
+        add_nonfinite(acc, kv_pos, num_keys, begin, end, base, DIM_PAIRS)
         cuda.syncthreads()
         for i in range(BLOCK_N * CHUNKS // THREADS):
             at = np.int32(base + V_TILE + CHUNK * (i * THREADS + cuda.threadIdx.x))
@@ -222,15 +225,15 @@ def make(spec: c.KernelSpec) -> c.Source:
         """The running softmax of the thread's row i: scores become weights, what was summed is rescaled."""
         top = m_i[i]
         for j in range(2 * KEY_PAIRS):
-            top = rules.running_max(rules.running_max(top, s[4 * j + 2 * i]), s[4 * j + 2 * i + 1])
+            top = softmax.running_max(softmax.running_max(top, s[4 * j + 2 * i]), s[4 * j + 2 * i + 1])
         for step in range(1, 3):
-            top = rules.running_max(top, ptx.butterfly_f32(top, np.int32(step)))
-        shift = rules.shift_of(top)
-        alpha = rules.rescale(m_i[i], shift, unit_log2)
+            top = softmax.running_max(top, ptx.butterfly_f32(top, np.int32(step)))
+        shift = softmax.shift_of(top)
+        alpha = softmax.rescale(m_i[i], shift, unit_log2)
         total = l_i[i] * alpha
         for j in range(2 * KEY_PAIRS):
-            w0 = rules.weight(s[4 * j + 2 * i], shift, unit_log2)
-            w1 = rules.weight(s[4 * j + 2 * i + 1], shift, unit_log2)
+            w0 = softmax.weight(s[4 * j + 2 * i], shift, unit_log2)
+            w1 = softmax.weight(s[4 * j + 2 * i + 1], shift, unit_log2)
             total = total + (w0 + w1)
             p[2 * j + i] = pack(w0, w1)
         m_i[i], l_i[i] = top, total
@@ -239,64 +242,64 @@ def make(spec: c.KernelSpec) -> c.Source:
             acc[4 * d + 2 * i + 1] = acc[4 * d + 2 * i + 1] * alpha
 
     @inline
-    def store_state(call: Any, acc: Any, address: Any, rows: Any, row: Any, i: Any) -> None:
-        pitch, quad = partial_pitch(call), cuda.threadIdx.x & 3
+    def store_state(params: Any, acc: Any, address: Any, rows: Any, row: Any, i: Any) -> None:
+        pitch, quad = partial_pitch(params), cuda.threadIdx.x & 3
         for d in range(2 * DIM_PAIRS):
             column = 8 * d + 2 * quad
             if column < pitch:
                 ptx.store2_f32(address + 4 * (row * pitch + column), acc[4 * d + 2 * i], acc[4 * d + 2 * i + 1])
 
     @inline
-    def store_half(call: Any, acc: Any, address: Any, l_i: Any, i: Any, begin: Any) -> None:
+    def store_half(params: Any, acc: Any, address: Any, l_i: Any, i: Any, begin: Any) -> None:
         """Half of the thread's row i: chunks `begin` and after."""
         quad = cuda.threadIdx.x & 3
         for j in range(DIM_PAIRS):
             d = begin + j
             for e in range(2):
                 column = 8 * d + 2 * quad + e
-                if column < call[c.HEAD_SIZE]:
-                    store(address + OUT_BYTES * column, rules.normalize(acc[4 * d + 2 * i + e], l_i))
+                if column < params.head_size:
+                    store(address + OUT_BYTES * column, softmax.normalize(acc[4 * d + 2 * i + e], l_i))
 
     @inline
-    def store_row(call: Any, acc: Any, address: Any, l_i: Any, i: Any) -> None:
-        store_half(call, acc, address, l_i, i, 0)
-        store_half(call, acc, address, l_i, i, DIM_PAIRS)
+    def store_row(params: Any, acc: Any, address: Any, l_i: Any, i: Any) -> None:
+        store_half(params, acc, address, l_i, i, 0)
+        store_half(params, acc, address, l_i, i, DIM_PAIRS)
 
     finish = finish_of(BLOCK_M, 2, store_state, store_row)
 
-    def kernel(call: Any, factors: Any) -> None:
+    def kernel(params: Any) -> None:
         # q, acc, s, p: as mma spreads a warp's 16 rows over its lanes; a thread has rows lane // 4 and lane // 4 + 8
         q, acc = cuda.local.array(Q_SIZE, int32), cuda.local.array(ACC_SIZE, float32)
         s, p = cuda.local.array(S_SIZE, float32), cuda.local.array(P_SIZE, int32)
         m_i, l_i = cuda.local.array(2, float32), cuda.local.array(2, float32)
-        slope, q_pos, origin = (cuda.local.array(2, float32), cuda.local.array(2, int32), cuda.local.array(2, int32))
-        last, limit, mask_base = cuda.local.array(2, int32), cuda.local.array(2, int32), cuda.local.array(2, int64)
+        slope, q_pos, bias_pos = (cuda.local.array(2, float32), cuda.local.array(2, int32), cuda.local.array(2, int32))
+        begin, end, mask_base = cuda.local.array(2, int32), cuda.local.array(2, int32), cuda.local.array(2, int64)
         lane, warp, base = np.int32(cuda.threadIdx.x & 31), np.int32(cuda.threadIdx.x >> 5), ptx.shared_base()
-        entry, kv_head, sequence, runs = work_of(call, call[c.WORK])
-        b, n_end = entry[SEQUENCE], entry[N_END]
-        rows = np.int32(rules.rows_in_tile(sequence[Q_LEN], call[c.GROUP_SIZE], entry[M_BLOCK], BLOCK_M))
-        first_row, tile_row = entry[M_BLOCK] * BLOCK_M, 16 * warp + (lane >> 2)
-        q_begin, head_bytes = sequence[Q_BEGIN], 2 * call[c.HEAD_SIZE]
-        k_base, v_base = call[c.K] + kv_head * call[c.K_HEAD], call[c.V] + kv_head * call[c.V_HEAD]
+        work_item, kv_head, sequence, runs = work_of(params, params.work_ptr)
+        b, n_end = work_item[SEQUENCE], work_item[N_END]
+        rows = np.int32(tiling.rows_in_tile(sequence[Q_LEN], params.group_size, work_item[M_BLOCK], BLOCK_M))
+        first_row, tile_row = work_item[M_BLOCK] * BLOCK_M, 16 * warp + (lane >> 2)
+        q_begin, head_bytes = sequence[Q_BEGIN], 2 * params.head_size
+        k_base, v_base = params.k_ptr + kv_head * params.k_head_stride, params.v_ptr + kv_head * params.v_head_stride
 
-        load_queries(call, base + Q_TILE, q_begin, first_row, rows, kv_head, factors[c.Q_SIGN])
+        load_queries(params, base + Q_TILE, q_begin, first_row, rows, kv_head, params.q_sign)
         for i in range(2):
             row = first_row + min(tile_row + 8 * i, rows - 1)
-            state = row_of(call, runs, sequence, row, kv_head, IS_CAUSAL)
-            q_pos[i], origin[i], last[i], slope[i], mask_base[i] = state
+            state = row_of(params, runs, sequence, row, kv_head)
+            q_pos[i], bias_pos[i], slope[i], mask_base[i] = state
             m_i[i], l_i[i] = F32_NEG_INF, ZERO
-        first_q_idx = rules.q_idx_of_row(np.uint32(first_row), np.uint32(call[c.GROUP_SIZE]))
-        first_pos = np.int32(sequence[KV_LEN] - sequence[Q_LEN] + np.int64(first_q_idx))
+        first_pos = q_pos_of(params, sequence, first_row)
+        last_pos = q_pos_of(params, sequence, first_row + rows - 1)
+        full_begin = np.int32(tiling.visible_begin(sequence, last_pos))
+        full_end = np.int32(tiling.visible_end(sequence, first_pos))
         for i in range(8 * DIM_PAIRS):
             acc[i] = ZERO
 
-        kv_idx = entry[N_BEGIN]
-        run = rules.run_of_key(runs, sequence, kv_idx)
-        kv_pos = np.int32(rules.kv_pos_of_key(runs, run, kv_idx))
-        count = np.int32(rules.keys_in_block(runs, run, kv_idx, n_end, BLOCK_N))
+        kv_idx = work_item[N_BEGIN]
+        kv_pos, num_keys = key_tile(runs, sequence, kv_idx, n_end, BLOCK_N)
         key = warp * KEYS_PER_WARP + (lane & (KEYS_PER_WARP - 1))
-        page, slot = find_page(call, b, kv_pos + key, key < count)
-        copy_tile(base + K_TILE, k_base, call[c.K_BLOCK], call[c.K_SLOT], page, slot, head_bytes)
+        page, slot = find_page(params, b, kv_pos + key, key < num_keys)
+        copy_tile(base + K_TILE, k_base, params.k_block_stride, params.k_slot_stride, page, slot, head_bytes)
         cuda.syncthreads()
         if KEEPS_Q:
             for k in range(STEPS):
@@ -305,45 +308,43 @@ def make(spec: c.KernelSpec) -> c.Source:
             if IS_ALIGNED:
                 ptx.wait_all()
             cuda.syncthreads()  # the keys are there, and nobody reads the values before
-            copy_tile(base + V_TILE, v_base, call[c.V_BLOCK], call[c.V_SLOT], page, slot, head_bytes)
+            copy_tile(base + V_TILE, v_base, params.v_block_stride, params.v_slot_stride, page, slot, head_bytes)
             scores(s, q, base)
             first = np.int32(kv_pos + 2 * (lane & 3))
             if HAS_BIAS:
-                add_biases(call, s, factors[c.QK_SCALE], mask_base, slope, q_pos, origin, first, 0)
-                add_biases(call, s, factors[c.QK_SCALE], mask_base, slope, q_pos, origin, first, 1)
+                add_biases(params, s, params.qk_scale, mask_base, slope, q_pos, bias_pos, first, 0)
+                add_biases(params, s, params.qk_scale, mask_base, slope, q_pos, bias_pos, first, 1)
                 if KEY_PAIRS == 4:
-                    add_biases(call, s, factors[c.QK_SCALE], mask_base, slope, q_pos, origin, first, 2)
-                    add_biases(call, s, factors[c.QK_SCALE], mask_base, slope, q_pos, origin, first, 3)
-            is_edge = count < BLOCK_N
-            if IS_CAUSAL:
-                is_edge = is_edge or kv_pos + BLOCK_N - 1 > first_pos
-            for i in range(2):
-                limit[i] = np.int32(min(last[i], kv_pos + count - 1))
-            if is_edge:
+                    add_biases(params, s, params.qk_scale, mask_base, slope, q_pos, bias_pos, first, 2)
+                    add_biases(params, s, params.qk_scale, mask_base, slope, q_pos, bias_pos, first, 3)
+            is_edge = tiling.is_edge(full_begin, full_end, kv_pos, num_keys)
+            if is_edge or num_keys < BLOCK_N:
+                for i in range(2):
+                    begin[i], end[i] = keys_seen(sequence, q_pos[i], kv_pos, num_keys)
                 for e in range(8 * KEY_PAIRS):
-                    at = first + 8 * (e >> 2) + (e & 1)
-                    s[e] = rules.where(rules.is_visible(at, limit[(e >> 1) & 1]), s[e], F32_NEG_INF)
-            update(s, p, acc, m_i, l_i, factors[c.UNIT_LOG2], 0)
-            update(s, p, acc, m_i, l_i, factors[c.UNIT_LOG2], 1)
+                    at, i = first + 8 * (e >> 2) + (e & 1), (e >> 1) & 1
+                    s[e] = where(masks.is_visible(at, begin[i], end[i]), s[e], F32_NEG_INF)
+            update(s, p, acc, m_i, l_i, params.unit_log2, 0)
+            update(s, p, acc, m_i, l_i, params.unit_log2, 1)
             if IS_ALIGNED:
                 ptx.wait_all()
             cuda.syncthreads()  # the values are there, and nobody reads the keys
-            if IS_CAUSAL and is_edge and cuda.syncthreads_or(holds_nonfinite(base)) != 0:
-                move_nonfinite(acc, kv_pos, count, limit, base)
-            kv_idx += count
+            if is_edge and cuda.syncthreads_or(holds_nonfinite(base)) != 0:
+                for i in range(2):
+                    begin[i], end[i] = keys_seen(sequence, q_pos[i], kv_pos, num_keys)
+                move_nonfinite(acc, kv_pos, num_keys, begin, end, base)
+            kv_idx += num_keys
             if kv_idx < n_end:
-                run = rules.run_of_key(runs, sequence, kv_idx)
-                kv_pos = np.int32(rules.kv_pos_of_key(runs, run, kv_idx))
-                count = np.int32(rules.keys_in_block(runs, run, kv_idx, n_end, BLOCK_N))
-                page, slot = find_page(call, b, kv_pos + key, key < count)
-                copy_tile(base + K_TILE, k_base, call[c.K_BLOCK], call[c.K_SLOT], page, slot, head_bytes)
+                kv_pos, num_keys = key_tile(runs, sequence, kv_idx, n_end, BLOCK_N)
+                page, slot = find_page(params, b, kv_pos + key, key < num_keys)
+                copy_tile(base + K_TILE, k_base, params.k_block_stride, params.k_slot_stride, page, slot, head_bytes)
             for j in range(KEY_PAIRS):
                 add_values(acc, p, base, j)
         if IS_ALIGNED:
             ptx.wait_all()
 
-        finish(call, entry, q_begin, kv_head, rows, acc, m_i, l_i, factors[c.UNIT], origin, tile_row, 0)
-        finish(call, entry, q_begin, kv_head, rows, acc, m_i, l_i, factors[c.UNIT], origin, tile_row + 8, 1)
+        finish(params, work_item, q_begin, kv_head, rows, acc, m_i, l_i, bias_pos, tile_row, 0)
+        finish(params, work_item, q_begin, kv_head, rows, acc, m_i, l_i, bias_pos, tile_row + 8, 1)
 
     shared_bytes = (BLOCK_M + 2 * BLOCK_N) * ROW_BYTES
-    return c.Source(spec.name, kernel, THREADS, shared_bytes, BLOCK_M, BLOCK_N)
+    return Source(spec.name, kernel, THREADS, shared_bytes, BLOCK_M, BLOCK_N)

@@ -1,10 +1,11 @@
-"""The shared rules, bound to scalars of a CUDA thread: masks, softmax and tiling say what, vocabulary's words mean PTX here."""
+"""The shared rules, bound to scalars of a CUDA thread: `masks`, `softmax` and `tiling` have the names of numba_prefix.rules'
+modules, and each of their rules is a device function here; the words that rules are written in mean PTX."""
 
 from __future__ import annotations
 
 import types as python
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from llvmlite import ir
 from numba import types
@@ -12,7 +13,12 @@ from numba.cuda.extending import intrinsic
 
 from numba_prefix.cuda.kernel import ptx
 from numba_prefix.cuda.kernel.jit import inline
-from numba_prefix.rules import masks, softmax, tiling
+from numba_prefix.rules import elementwise
+from numba_prefix.rules import masks as masks_rules
+from numba_prefix.rules import softmax as softmax_rules
+from numba_prefix.rules import tiling as tiling_rules
+
+__all__ = ["masks", "softmax", "tiling", "where"]
 
 
 @intrinsic
@@ -39,7 +45,7 @@ def to_f32(_: Any, x: Any) -> Any:
 
 @intrinsic
 def maximum(_: Any, a: Any, b: Any) -> Any:
-    """Of two float32 (the other one where one is NaN) or of two integers."""
+    """The larger of two float32 (the other one where one is NaN) or of two integers."""
     kind = types.float32 if types.unliteral(a) == types.float32 else types.int64
 
     def codegen(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
@@ -53,6 +59,12 @@ def maximum(_: Any, a: Any, b: Any) -> Any:
 
 
 @inline
+def multiply_add(a: Any, b: Any, c: Any) -> Any:
+    """One instruction: products and sums are contracted wherever they meet (compile/compiler.py)."""
+    return a * b + c
+
+
+@inline
 def exp2_scaled(x: Any, scale: Any) -> Any:
     return ptx.exp2(x * scale)
 
@@ -61,6 +73,7 @@ _WORDS = {
     "where": where,
     "to_f32": to_f32,
     "maximum": maximum,
+    "multiply_add": multiply_add,
     "exp2_scaled": exp2_scaled,
     "log2": ptx.log2,
     "sqrt": ptx.sqrt,
@@ -68,33 +81,30 @@ _WORDS = {
 _done: dict[Callable[..., Any], Any] = {}
 
 
-def rule(function: Callable[..., Any]) -> Any:
-    """A rule as a device function: its code unchanged, the words and the rules that it names replaced by this target's."""
+def _rule(function: python.FunctionType) -> Any:
+    """A rule as a device function: its code unchanged, the words and the rules that it names replaced by this target's.
+    Raises KeyError for a word that has no meaning here."""
     if function not in _done:
         names = dict(function.__globals__)
         for name in function.__code__.co_names:
-            if name in _WORDS:
-                names[name] = _WORDS[name]
-            elif isinstance(names.get(name), python.FunctionType):
-                names[name] = rule(names[name])
+            value = names.get(name)
+            if isinstance(value, python.FunctionType):
+                names[name] = _WORDS[name] if value.__module__ == elementwise.__name__ else _rule(value)
         _done[function] = inline(python.FunctionType(function.__code__, names, function.__name__))
     return _done[function]
 
 
-def _rules(*functions: Callable[..., Any]) -> list[Any]:
-    return [rule(function) for function in functions]
+def _bound(module: python.ModuleType) -> Any:
+    """A module with all that another one has, its rules as device functions."""
+    made = python.ModuleType(f"{module.__name__} (CUDA)")
+    for name, value in vars(module).items():
+        if not name.startswith("__"):
+            is_rule = isinstance(value, python.FunctionType) and value.__module__ == module.__name__
+            setattr(made, name, _rule(value) if is_rule else value)
+    return made
 
 
-running_max, shift_of, rescale = _rules(softmax.running_max, softmax.shift_of, softmax.rescale)
-weight, normalize, log_sum_exp = _rules(softmax.weight, softmax.normalize, softmax.log_sum_exp)
-weighted = rule(softmax.weighted)
-last_visible, is_visible = _rules(masks.last_visible, masks.is_visible)
-left_align_shift = rule(masks.left_align_shift)
-linear_bias, sqrt_bias, left_align_bias = _rules(masks.linear_bias, masks.sqrt_bias, masks.left_align_bias)
-template_row, heads_mask_row = _rules(masks.template_row, masks.heads_mask_row)
-template_linear_bias, template_sqrt_bias = _rules(masks.template_linear_bias, masks.template_sqrt_bias)
-template_left_align_bias = rule(masks.template_left_align_bias)
-rows_in_tile, q_idx_of_row = _rules(tiling.rows_in_tile, tiling.q_idx_of_row)
-run_of_key, kv_pos_of_key, keys_in_block = _rules(tiling.run_of_key, tiling.kv_pos_of_key, tiling.keys_in_block)
-last_held, logical_block_of, partial_floats = _rules(tiling.last_held, tiling.logical_block_of, tiling.partial_floats)
-lane_rows, round_up = _rules(tiling.lane_rows, tiling.round_up)
+if TYPE_CHECKING:  # for tools, which find the rules themselves
+    from numba_prefix.rules import masks, softmax, tiling
+else:
+    masks, softmax, tiling = map(_bound, (masks_rules, softmax_rules, tiling_rules))

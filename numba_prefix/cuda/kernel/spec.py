@@ -1,4 +1,4 @@
-"""What a CUDA kernel is compiled for, what compiling it needs, and what it is told when launched."""
+"""What a CUDA kernel is compiled for, which kernel serves a problem, and what compiling one needs."""
 
 from __future__ import annotations
 
@@ -6,28 +6,10 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from numba_prefix.planning import plan
-
-# fmt: off
-(
-    # byte addresses
-    Q, K, V, TABLES, MASK, SLOPES, OUT, LSE, PARTIALS, WORK, MERGE, SEQUENCES, RUNS, STATUS,
-    # byte strides
-    Q_TOKEN, Q_HEAD, K_BLOCK, K_SLOT, K_HEAD, V_BLOCK, V_SLOT, V_HEAD, TABLE_ROW, TABLE_COLUMN,
-    MASK_HEAD, MASK_ROW, MASK_COLUMN, OUT_TOKEN, OUT_HEAD,
-    # counts
-    KV_HEAD_NUM, GROUP_SIZE, HEAD_SIZE, BLOCK_SIZE, NUM_BLOCKS, TILE_ROWS,
-    # whether lse gets back what left-aligned biases leave out
-    HAS_SHIFT,
-    CALL_LENGTH,
-) = range(37)
-# fmt: on
-
-# Places in the float32 factors. qk_scale's sign is multiplied into the queries (exactly): units are positive.
-QK_SCALE, UNIT, UNIT_LOG2, Q_SIGN, FACTORS_LENGTH = range(5)
-
+TENSOR_CORES = (8, 0)  # the oldest compute capability that family mma runs on
+_FAMILIES = {"float16": "mma", "bfloat16": "mma", "float32": "fma"}  # where there are such tensor cores
 HEAD_DIMS = (32, 64, 96, 128, 192, 256)  # what head sizes are padded to
-BIASES = plan.BIASES
+CHUNK = 16  # bytes that are copied at once where all rows are aligned to it
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,8 +20,7 @@ class KernelSpec:
     dtype       of query, key and value: "float16", "bfloat16", "float32"
     out_dtype   dtype, or "float32"
     head_dim    one of HEAD_DIMS: the head size, padded
-    bias        one of BIASES
-    is_causal   keys after the query's position are hidden
+    bias        one of planning.params.BIASES
     mask_dtype  of the given mask, "" if there is none to read
     is_aligned  all rows of query, key and value begin at multiples of 16 bytes, and head sizes are multiples of 16 bytes
     """
@@ -49,17 +30,15 @@ class KernelSpec:
     out_dtype: str
     head_dim: int
     bias: str = "none"
-    is_causal: bool = True
     mask_dtype: str = ""
     is_aligned: bool = True
 
     @property
     def name(self) -> str:
-        kind = "causal" if self.is_causal else "full"
         out = "" if self.out_dtype == self.dtype else f"_to_{self.out_dtype}"
         mask = f"_{self.mask_dtype}_mask" if self.mask_dtype else ""
         aligned = "" if self.is_aligned else "_unaligned"
-        return f"{self.family}_{self.dtype}{out}_d{self.head_dim}_{self.bias}_{kind}{mask}{aligned}"
+        return f"{self.family}_{self.dtype}{out}_d{self.head_dim}_{self.bias}{mask}{aligned}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,8 +46,25 @@ class Source:
     """A kernel, ready to be compiled: Numba's function and how it is launched."""
 
     name: str
-    function: Callable[..., Any]
+    function: Callable[..., Any]  # of a Params
     threads: int
     shared_bytes: int
     block_m: int  # rows and keys of a tile; 0 for the merge
     block_n: int
+
+
+def family_of(dtype: str, cc: tuple[int, int]) -> str:
+    """Tensor cores for 16-bit numbers where the GPU has those that we use, else plain arithmetic. KeyError for an unknown
+    dtype."""
+    family = _FAMILIES[dtype]
+    return family if cc >= TENSOR_CORES else "fma"
+
+
+def head_dim_of(head_size: int) -> int:
+    """The least of HEAD_DIMS that a head fits into. ValueError above 256."""
+    return min(size for size in HEAD_DIMS if size >= head_size)
+
+
+def merge_of(spec: KernelSpec) -> KernelSpec:
+    """The kernel that joins the split tiles of another one, whatever its inputs are."""
+    return KernelSpec("merge", dtype=spec.out_dtype, out_dtype=spec.out_dtype, head_dim=spec.head_dim)

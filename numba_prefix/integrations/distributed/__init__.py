@@ -1,4 +1,5 @@
-"""The operator over the ranks of a torch.distributed group: heads shared out, or the pages of a long context."""
+"""The operator over the ranks of a torch.distributed group, which share out the heads or the blocks
+of a long context."""
 
 from numba_prefix.integrations.distributed.operators import (
     RankError,

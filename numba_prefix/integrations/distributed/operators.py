@@ -1,9 +1,10 @@
-"""The operator over the ranks of a torch.distributed group: heads shared out (tensor parallel), or the pages of the keys
-(context parallel).
+"""The operator over the ranks of a torch.distributed group, which share out the heads (tensor
+parallel) or the blocks of the keys (context parallel).
 
-Each function is a collective: every rank of the group calls it, in the same order. An error on one rank is raised on all
-of them (RankError on the others); only a rank that is interrupted or dies leaves the rest to the group's timeout. Tensors
-are exchanged on the device that they are on, whatever the backend.
+Each function is a collective: every rank of the group calls it, in the same order. An error on one
+rank is raised on all of them (RankError on the others); only a rank that is interrupted or dies
+leaves the rest to the group's timeout. Tensors are exchanged on the device that they are on,
+whatever the backend.
 """
 
 from __future__ import annotations
@@ -31,10 +32,11 @@ _COMMON = ("return_lse", "dtype", "num_tokens", "batch", "head_size", "mask_type
 
 
 def head_share(num_heads: int, rank: int, world_size: int) -> tuple[int, int]:
-    """First and one past the last of num_heads kv heads that fall to a rank: shares differ by one head at most.
+    """First and one past the last of num_heads kv heads that fall to a rank: shares differ by one
+    head at most.
 
-    Query heads follow their kv head: times head_num // kv_head_num. Raises TypeError, and ValueError where a rank would have
-    none.
+    Query heads follow their kv head: times head_num // kv_head_num. Raises TypeError, and
+    ValueError where a rank would have none.
     """
     num_heads, rank = as_int(num_heads, "num_heads"), as_int(rank, "rank")
     world_size = as_int(world_size, "world_size")
@@ -65,19 +67,21 @@ def head_parallel_prefix_encoder(
     target: str = "auto",
     num_threads: int | None = None,
 ) -> Any:
-    """prefix_encoder where each rank has some of the heads. Arguments are as there, apart from:
+    """prefix_encoder where each rank has some of the heads. The arguments that differ from its own:
 
-    query         torch tensor, this rank's query heads; ranks hold consecutive heads, in order of their rank
-    key, value    this rank's kv heads; shares may differ in size (head_share), not in query heads to a kv head
-    head_num      of this rank, as kv_head_num
+    query         torch tensor, this rank's query heads; ranks hold consecutive heads, in rank order
+    key, value    this rank's kv heads; shares may differ in size (head_share), not in query heads
+                  per kv head
+    head_num      number of this rank's query heads; kv_head_num likewise
     slopes        float32 for the query heads of all ranks, in order
     mask          None, the template [256, 256], or [heads of all ranks, mask_len, 128]
     group         a torch.distributed group; None: the default one
     gather        return the heads of all ranks on each of them, not this rank's own
 
-    Where heads stand for themselves no rank needs another's results: without `gather` only sizes are exchanged. Returns
-    out, or (out, lse); bit for bit what one process computes for those heads. Raises what prefix_encoder does, ValueError
-    for arguments that differ between ranks, RankError for an error of another rank.
+    Heads are independent, so no rank needs another's results: without `gather` only sizes are
+    exchanged. Returns out, or (out, lse), bit for bit equal to one process's result for those
+    heads. Raises the errors of prefix_encoder, ValueError for arguments that differ between ranks,
+    RankError for an error of another rank.
     """
     ranks = Ranks(group)
 
@@ -140,19 +144,21 @@ def context_parallel_prefix_encoder(
     target: str = "auto",
     num_threads: int | None = None,
 ) -> Any:
-    """prefix_encoder where each rank has some of the pages, and all have the same queries. Arguments are as there, and the
-    same on every rank, apart from:
+    """prefix_encoder where each rank has some of the blocks, and all have the same queries.
+    Arguments are the same on every rank; those that differ from prefix_encoder's:
 
     query         torch tensor
-    key, value    this rank's own pages, of one block_size on all ranks; a rank may have none
-    block_tables  [batch, max_block_num]: where this rank has the logical blocks of each sequence
-    held_blocks   bool [batch, max_block_num], on the host: the logical blocks that it has; table entries of others may hold
-                  anything. Every block below kv_seq_len is held by exactly one rank
+    key, value    this rank's own blocks, of one block_size on all ranks; a rank may have none
+    block_tables  [batch, max_block_num]: this rank's physical block of each logical block
+    held_blocks   bool [batch, max_block_num], on the host: the logical blocks that this rank has;
+                  table entries of others may hold anything. Exactly one rank holds each block below
+                  kv_seq_len
     group         a torch.distributed group; None: the default one
 
-    Each rank attends to its own keys at their true positions; the parts, in float32 with their log-sum-exps, are summed over
-    the ranks. Returns out, or (out, lse), the same bits on every rank, within the operator's tolerance of what one process
-    computes. Raises what prefix_encoder does, ValueError for arguments that differ between ranks and for blocks that not
+    Each rank attends to its own keys at their true positions; the outputs, in float32 with their
+    log-sum-exps, are summed over the ranks. Returns out, or (out, lse), the same bits on every
+    rank, equal to one process's result within the operator's tolerance. Raises the errors of
+    prefix_encoder, ValueError for arguments that differ between ranks and for blocks that not
     exactly one rank holds, RankError for an error of another rank.
     """
     ranks = Ranks(group)
@@ -185,8 +191,11 @@ def context_parallel_prefix_encoder(
 
 
 def merge_parts(ranks: Ranks, out: Any, lse: Any) -> tuple[Any, Any]:
-    """Attention over the keys of all ranks, from each rank's over its own: out float32 [num_tokens, head_num, head_size],
-    lse float32 [num_tokens, head_num]; both are returned, the same on every rank."""
+    """Attention over the keys of all ranks, from each rank's result over its own keys.
+
+    out: float32 [num_tokens, head_num, head_size]. lse: float32 [num_tokens, head_num]. Returns
+    both, the same on every rank.
+    """
     shift = shift_of(ranks.largest(lse.clone()))
     alpha = weight(lse, shift, LOG2_E)[..., None]
     total = ranks.sum(torch.cat([part_of_output(out, lse[..., None], alpha), alpha], -1))
@@ -200,7 +209,8 @@ def _check_tensor(query: Any) -> None:
 
 
 def _check_holders(ranks: Ranks, held: Any, lengths: tuple[Any, Any], block_size: int) -> None:
-    """Raise ValueError, on every rank, for the first block below kv_seq_len that not exactly one rank holds."""
+    """Raise ValueError, on every rank, for the first block below kv_seq_len that not exactly one
+    rank holds."""
     q_len, kv_len = lengths
     num_blocks = np.where(q_len > 0, -(-kv_len // block_size), 0)
     width = int(num_blocks.max(initial=0))
@@ -213,7 +223,7 @@ def _check_holders(ranks: Ranks, held: Any, lengths: tuple[Any, Any], block_size
 
 
 def _mask_of_heads(mask: Any, num_heads: int, mine: slice) -> Any:
-    """A rank's heads of a mask for all heads; other forms as they are."""
+    """The slice of a mask for all heads that a rank's heads use; other forms unchanged."""
     if mask is None or describe(mask, "mask").ndim != 3:
         return mask
     _check_heads(describe(mask, "mask").shape, "mask", num_heads)

@@ -1,5 +1,5 @@
-"""What the ranks of a torch.distributed group tell each other around a computation: that it went well, and that they mean
-the same one."""
+"""Exchanges between the ranks of a torch.distributed group around a computation: whether it went
+well everywhere, and whether all ranks called the same one."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from numba_prefix.inputs.arrays import bits, describe
 from numba_prefix.inputs.mask_types import MaskType
 from numba_prefix.inputs.problem import FLOAT_DTYPES, Problem
 
-TEXT_BYTES = 2048  # of another rank's error
+TEXT_BYTES = 2048  # limit of another rank's error text
 
 
 class RankError(RuntimeError):
@@ -25,7 +25,8 @@ class RankError(RuntimeError):
 
 
 class Ranks:
-    """A group as one of its members sees it. Its public methods are collectives: all ranks call them, in the same order."""
+    """One rank's view of its group. The public methods are collectives: all ranks call them, in the
+    same order."""
 
     def __init__(self, group: Any) -> None:
         if not dist.is_available() or not dist.is_initialized():
@@ -37,12 +38,15 @@ class Ranks:
         self.group = group
         self.rank: int = dist.get_rank(group)
         self.size: int = dist.get_world_size(group)
-        # NCCL moves nothing but GPU memory, also where a few integers are concerned.
+        # NCCL moves only GPU memory, even for a few integers.
         self.device = torch.device("cuda" if dist.get_backend(group) == "nccl" else "cpu")
 
     def agree(self, prepare: Callable[[], tuple[Any, dict[str, int]]]) -> tuple[Any, list[dict[str, int]]]:
-        """prepare() on every rank. Returns this rank's result, and the facts of all ranks in order: named integers, as
-        many on each. If it raises anywhere, it raises everywhere: the rank's own error, or RankError."""
+        """Run prepare() on every rank. Returns this rank's result, and the facts of all ranks in
+        order: named integers, as many on each.
+
+        An error on one rank is raised on all: the rank's own error, or RankError.
+        """
         result: Any = None
         facts: dict[str, int] = {}
         error: Exception | None = None
@@ -50,7 +54,7 @@ class Ranks:
             result, facts = prepare()
         except Exception as caught:
             error = caught
-        # As many integers from every rank, whatever it has to tell.
+        # Every rank sends the same number of integers.
         mine = [int(error is not None), *facts.values(), *[0] * (MAX_FACTS - len(facts))]
         table = self._all_gather(torch.tensor(mine, dtype=torch.int64, device=self.device))
         if any(int(row[0]) for row in table):
@@ -58,20 +62,24 @@ class Ranks:
         return result, [dict(zip(facts, row[1:].tolist(), strict=False)) for row in table]
 
     def sum(self, values: Any) -> Any:
-        """The sum over the ranks, on each, in place of `values`."""
+        """The sum over the ranks, on each rank; it replaces `values`."""
         return self._reduce(values, dist.ReduceOp.SUM)
 
     def largest(self, values: Any) -> Any:
-        """The largest over the ranks, on each, in place of `values`; any number where one of them is NaN."""
+        """The largest over the ranks, on each rank; it replaces `values`. Any number where one of
+        them is NaN."""
         return self._reduce(values, dist.ReduceOp.MAX)
 
     def concatenate(self, part: Any, sizes: Sequence[int]) -> Any:
-        """Every rank's [rows, sizes[rank], ...], joined along axis 1 in order of the ranks, on each."""
+        """Every rank's [rows, sizes[rank], ...], joined along axis 1 in rank order, on each
+        rank."""
         if part.numel() == 0:
             return part.new_empty((len(part), sum(sizes), *part.shape[2:]))
-        padded = part.new_zeros((len(part), max(sizes), *part.shape[2:]))  # backends want the same size of all
+        # Backends need the same size from all ranks.
+        padded = part.new_zeros((len(part), max(sizes), *part.shape[2:]))
         padded[:, : part.shape[1]] = part
-        parts = self._all_gather(padded.view(torch.uint8))  # whatever dtypes a backend knows, it knows bytes
+        # Every backend can send bytes, whatever dtypes it knows.
+        parts = self._all_gather(padded.view(torch.uint8))
         return torch.cat([p.view(part.dtype)[:, :size] for p, size in zip(parts, sizes, strict=True)], 1)
 
     def _reduce(self, values: Any, op: Any) -> Any:
@@ -85,7 +93,7 @@ class Ranks:
         return parts
 
     def _raise(self, error: Exception | None) -> None:
-        """This rank's error, or that of the first rank that has one."""
+        """Raise this rank's error, or that of the first rank that has one."""
         text = b"" if error is None else f"{type(error).__name__}: {error}".encode()[:TEXT_BYTES]
         mine = torch.tensor(list(text.ljust(TEXT_BYTES, b"\0")), dtype=torch.uint8, device=self.device)
         texts = self._all_gather(mine)
@@ -100,7 +108,7 @@ class Ranks:
 def facts_of(
     problem: Problem, lengths: tuple[NDArray[np.int64], NDArray[np.int64]], mask: Any, slopes: Any, **others: int
 ) -> dict[str, int]:
-    """A call as integers that ranks can compare. others: further facts."""
+    """The integers of a call that ranks compare. others: further ones."""
     facts = {name: getattr(problem, name) for name in _COUNTS}
     facts["dtype"] = FLOAT_DTYPES.index(problem.dtype)
     facts["mask_type"] = int(problem.mask_type)
@@ -111,7 +119,8 @@ def facts_of(
 
 
 def check_equal(facts: list[dict[str, int]], names: Sequence[str]) -> None:
-    """Raise ValueError (the same on every rank) for the first named fact that is not rank 0's somewhere."""
+    """Raise ValueError (the same on every rank) for the first named fact that differs from rank 0's
+    on some rank."""
     for name in names:
         for rank, given in enumerate(facts):
             if given[name] != facts[0][name]:
@@ -125,7 +134,8 @@ def check_equal(facts: list[dict[str, int]], names: Sequence[str]) -> None:
 
 
 def _digest_of(given: Any, name: str) -> int:
-    """0 for None; of a list, its numbers; of an array, its dtype, shape and, if there are few in CPU memory, its values."""
+    """A digest of a list's numbers, or of an array's dtype, shape and (if there are few, in CPU
+    memory) values; 0 for None."""
     if given is None:
         return 0
     if isinstance(given, (list, tuple)):

@@ -3,12 +3,12 @@
     from numba_prefix.integrations.transformers import register
     register()
     model = AutoModelForCausalLM.from_pretrained(…, attn_implementation="numba_prefix")
-    model.generate(…)         # the model's contiguous cache is read as pages, where it is
-    model.generate_batch(…)   # the paged cache is read through its block tables, where it is
+    model.generate(…)         # reads the model's contiguous cache in place, as blocks
+    model.generate_batch(…)   # reads the paged cache in place, through its block tables
 
-Models that take their attention from transformers' interface (Llama, Qwen, Mistral without a window, …), BLOOM and MPT
-(ALiBi). What numba_prefix does not compute (sliding windows, soft caps, attention sinks, dropout, masks of one's own, …)
-raises a ValueError that names it.
+Supported are models that take their attention from transformers' interface (Llama, Qwen, Mistral
+without a window, …), BLOOM and MPT (ALiBi). Anything that numba_prefix does not compute (sliding
+windows, soft caps, attention sinks, dropout, custom masks, …) raises a ValueError that names it.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""BLOOM and MPT: ALiBi models whose attention layers do not ask transformers' interface."""
+"""BLOOM and MPT: ALiBi models whose attention layers do not use transformers' interface."""
 
 from __future__ import annotations
 
@@ -17,7 +17,8 @@ from numba_prefix.integrations.transformers.refusals import check_options, refus
 
 
 def bloom_forward(original: Callable[..., Any]) -> Callable[..., Any]:
-    """BloomAttention.forward, for calls whose mask is ours."""
+    """A BloomAttention.forward that computes calls with a LengthsMask and leaves others to the
+    original."""
 
     @wraps(original)
     def forward(
@@ -52,7 +53,8 @@ def bloom_forward(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def mpt_forward(original: Callable[..., Any]) -> Callable[..., Any]:
-    """MptAttention.forward, for calls whose mask is ours."""
+    """An MptAttention.forward that computes calls with a LengthsMask and leaves others to the
+    original."""
 
     @wraps(original)
     def forward(
@@ -86,5 +88,6 @@ def _slopes(heads: int) -> Tensor:
 
 
 def _slopes_of_bias(bias: Tensor) -> Tensor:
-    """float32 [head_num] of MPT's bias [head_num, 1, max_seq_len], whose last columns are -2·slope, -slope, 0."""
+    """Slopes, float32 [head_num], of MPT's bias [head_num, 1, max_seq_len], whose last columns are
+    -2·slope, -slope, 0."""
     return -bias[:, 0, -2].float() if bias.shape[2] > 1 else torch.zeros(len(bias))

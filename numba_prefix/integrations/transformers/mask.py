@@ -1,4 +1,4 @@
-"""What a model passes from its mask function to its attention: lengths, in the guise of a mask."""
+"""The lengths that a model passes from its mask function to its attention, disguised as a mask."""
 
 from __future__ import annotations
 
@@ -16,12 +16,13 @@ from numba_prefix.integrations.transformers.runs import Batch
 
 
 @dataclass(slots=True, eq=False)
-class Rows:
-    """Where the tokens of a forward pass lie in its grids of queries [batch, q_length] and keys [batch, kv_length]."""
+class Spans:
+    """Places of the tokens of a forward pass in its grids of queries [batch, q_length] and keys
+    [batch, kv_length]."""
 
-    q_begin: list[int]  # first query of each sequence that is no padding
+    q_begin: list[int]  # each sequence's first query that is not padding
     q_len: list[int]
-    first_key: list[int]  # first key that is no padding
+    first_key: list[int]  # first key that is not padding
     kv_len: list[int]  # keys up to the last query
 
     def indices(self, q_length: int) -> tuple[Tensor, Tensor]:
@@ -36,23 +37,25 @@ class Rows:
 
 
 class LengthsMask:
-    """A mask that is never made: it carries the lengths, and refuses to be computed with.
+    """A mask that is never computed: it carries the lengths, and refuses arithmetic.
 
-    A model whose attention does not come from the interface would add it to its scores; that raises, by name. It is no
-    tensor (torch.compile traces those), but answers what transformers asks of a complete mask.
+    A model whose attention does not come from the interface would add it to its scores; that raises
+    an error that names the operation. It is no tensor (torch.compile traces those), but has the
+    attributes that transformers reads from a complete mask.
     """
 
     ndim = 4
     dtype = torch.bool
 
-    def __init__(self, rows: Rows, q_length: int, kv_length: int, device: Any) -> None:
-        self.rows = rows
-        self.shape = (len(rows.q_len), 1, q_length, kv_length)
+    def __init__(self, spans: Spans, q_length: int, kv_length: int, device: Any) -> None:
+        self.spans = spans
+        self.shape = (len(spans.q_len), 1, q_length, kv_length)
         self.device = device
-        self.batches: dict[int, Batch] = {}  # by the spacing of a cache; made by the first layer, taken over by others
+        # By the spacing of a cache; the first layer fills it, the others use it.
+        self.batches: dict[int, Batch] = {}
 
     def to(self, *arguments: Any, **options: Any) -> LengthsMask:
-        """A model may move its mask, or cast it: what it carries stays."""
+        """The same mask: models may move or cast theirs."""
         return self
 
     def __getitem__(self, index: Any) -> Any:
@@ -79,8 +82,10 @@ def lengths_mask(
     device: Any = "cpu",
     **options: Any,
 ) -> LengthsMask:
-    """transformers' mask function for numba_prefix: the mask has to be causal, its padding at the ends of sequences."""
-    if isinstance(attention_mask, LengthsMask):  # made ahead, as generation with a static cache does
+    """The mask function for numba_prefix in transformers' interface: the mask must be causal, its
+    padding at the ends of sequences."""
+    # Generation with a static cache makes it in advance.
+    if isinstance(attention_mask, LengthsMask):
         return attention_mask
     if mask_function is not causal_mask_function or options.get("local_size") is not None:
         raise refuse(
@@ -89,21 +94,22 @@ def lengths_mask(
     if kv_offset:
         raise refuse(f"a cache that has dropped its first {kv_offset} keys")
     past = int(q_offset)
-    rows = (
-        all_rows(batch_size, q_length, past)
+    spans = (
+        unpadded_spans(batch_size, q_length, past)
         if attention_mask is None
-        else _unpadded_rows(attention_mask, q_length, past)
+        else _padded_spans(attention_mask, q_length, past)
     )
-    return LengthsMask(rows, q_length, kv_length, torch.device(device))
+    return LengthsMask(spans, q_length, kv_length, torch.device(device))
 
 
-def all_rows(batch: int, q_length: int, past: int) -> Rows:
+def unpadded_spans(batch: int, q_length: int, past: int) -> Spans:
     zeros = [0] * batch
-    return Rows(zeros, [q_length] * batch, zeros, [past + q_length] * batch)
+    return Spans(zeros, [q_length] * batch, zeros, [past + q_length] * batch)
 
 
-def _unpadded_rows(padding_mask: Tensor, q_length: int, past: int) -> Rows:
-    """padding_mask: bool [batch, at least the keys so far], true for tokens."""
+def _padded_spans(padding_mask: Tensor, q_length: int, past: int) -> Spans:
+    """Places of the tokens under padding_mask, bool [batch, at least the keys so far], true for
+    tokens."""
     is_token = padding_mask.detach().cpu().numpy().astype(bool)[:, : past + q_length]
     count = is_token.sum(axis=1)
     first = np.where(count > 0, is_token.argmax(axis=1), 0)
@@ -114,4 +120,4 @@ def _unpadded_rows(padding_mask: Tensor, q_length: int, past: int) -> Rows:
     begin = np.maximum(first - past, 0)
     q_len = np.maximum(end - past - begin, 0)
     kv_len = np.where(q_len > 0, end - first, 0)
-    return Rows(begin.tolist(), q_len.tolist(), first.tolist(), kv_len.tolist())
+    return Spans(begin.tolist(), q_len.tolist(), first.tolist(), kv_len.tolist())

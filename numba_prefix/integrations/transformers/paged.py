@@ -1,4 +1,5 @@
-"""Continuous batching: new keys are written into transformers' paged cache, which is read through its block tables."""
+"""Continuous batching: new keys are written into transformers' paged cache, which is read through
+its block tables."""
 
 from __future__ import annotations
 
@@ -12,14 +13,16 @@ from torch import Tensor
 from numba_prefix.integrations.transformers.refusals import refuse
 from numba_prefix.integrations.transformers.runs import Batch
 
-PAGES = "numba_prefix_pages"  # the keyword argument by which a layer's attention function gets its Pages
+# The keyword argument that carries the cache to a layer's attention function.
+PAGED_CACHE = "numba_prefix_paged_cache"
 _BATCHES = "_numba_prefix_batches"
 _FULL = "full_attention"
 
 
 @dataclass(slots=True, eq=False)
-class Pages:
-    """One layer's cache, [num_blocks, block_size, kv_head_num, head_size], and the sequences of the forward pass."""
+class LayerCache:
+    """One layer's paged cache, [num_blocks, block_size, kv_head_num, head_size], and the sequences
+    of the forward pass."""
 
     key: Tensor
     value: Tensor
@@ -28,9 +31,10 @@ class Pages:
 
 @torch.compiler.disable
 def update(cache: Any, key: Tensor, value: Tensor, layer_idx: int, kwargs: dict[str, Any]) -> tuple[Tensor, Tensor]:
-    """Instead of PagedAttentionCache.update: writes the new keys and values, gathers none, and adds Pages to kwargs.
+    """Replacement of PagedAttentionCache.update: writes the new keys and values, gathers none, and
+    adds a LayerCache to kwargs.
 
-    key, value [1, kv_head_num, num_tokens, head_size], returned as they are.
+    key, value [1, kv_head_num, num_tokens, head_size], returned unchanged.
     """
     allocator = cache.layer_to_allocator[layer_idx]
     if allocator.layer_type != _FULL:
@@ -38,13 +42,14 @@ def update(cache: Any, key: Tensor, value: Tensor, layer_idx: int, kwargs: dict[
     write_index = kwargs["write_index"][allocator.index]
     nothing = write_index[:0]
     allocator.update(key[0].transpose(0, 1), value[0].transpose(0, 1), layer_idx, nothing, write_index)
-    key_pages, value_pages = allocator.get_cache_for_block_table(layer_idx)
-    kwargs[PAGES] = Pages(key_pages, value_pages, _batch(cache, allocator, kwargs))
+    key_blocks, value_blocks = allocator.get_cache_for_block_table(layer_idx)
+    kwargs[PAGED_CACHE] = LayerCache(key_blocks, value_blocks, _batch(cache, allocator, kwargs))
     return key, value
 
 
 def _batch(cache: Any, allocator: Any, kwargs: dict[str, Any]) -> Batch:
-    """The sequences of this forward pass; layers of one pass share the list of index tensors, which is new at the next."""
+    """The sequences of this forward pass. Its layers share the list of index tensors, which is new
+    at the next pass."""
     pass_id = kwargs["read_index"]
     kept: tuple[Any, dict[int, Batch]] | None = getattr(cache, _BATCHES, None)
     if kept is None or kept[0] is not pass_id:
@@ -61,12 +66,13 @@ def _batch_of(allocator: Any, kwargs: dict[str, Any]) -> Batch:
     q_len = [end - begin for begin, end in pairwise(q_end)]
     kv_len = [end - begin for begin, end in pairwise(kv_end)]
     index = kwargs["read_index"][allocator.index]
-    if index.numel() == 0:  # nothing but new prompts: all that is read is what is written
+    if index.numel() == 0:  # only new prompts: the keys to read are the ones just written
         index = kwargs["write_index"][allocator.index]
-    page = allocator.tokens_per_page
-    widest = max((-(-n // page) for n in kv_len), default=0)
+    block_size = allocator.tokens_per_page
+    widest = max((-(-n // block_size) for n in kv_len), default=0)
     tables = torch.zeros((len(kv_len), widest), dtype=torch.int32)
     for row, begin, end in zip(tables, kv_end, kv_end[1:], strict=False):
-        slots = index[begin:end:page]  # a sequence's slots, page after page: every page-th one begins a page
-        row[: len(slots)] = slots // page
+        # A sequence's slots, block after block: every block_size-th one begins a block.
+        slots = index[begin:end:block_size]
+        row[: len(slots)] = slots // block_size
     return Batch(tables, q_len, kv_len)

@@ -1,10 +1,11 @@
-"""What the operator does not compute, refused by name: a network's attention is never silently something else."""
+"""Errors for everything that the operator does not compute: a network's attention is never silently
+replaced by another."""
 
 from __future__ import annotations
 
 from typing import Any
 
-# Keyword arguments of attention functions that change the result, and what they are called in an error.
+# Keyword arguments of attention functions that change the result, and their names in an error.
 _UNSUPPORTED = {
     "sliding_window": "a sliding window",
     "softcap": "a soft cap of the scores",
@@ -22,7 +23,7 @@ def refuse(what: str) -> ValueError:
 
 
 def check_options(module: Any, dropout: float, is_causal: bool | None, options: dict[str, Any]) -> None:
-    """Raises ValueError for anything asked of an attention function beside causal attention."""
+    """Raise ValueError for anything asked of an attention function beside causal attention."""
     for name, what in _UNSUPPORTED.items():
         if options.get(name) is not None and options[name] is not False:
             raise refuse(what)

@@ -1,4 +1,4 @@
-"""Making attn_implementation="numba_prefix" known to transformers, and unknown again."""
+"""Registration of attn_implementation="numba_prefix" with transformers, and its removal."""
 
 from __future__ import annotations
 
@@ -10,16 +10,19 @@ from typing import Any
 NAME = "numba_prefix"
 
 _lock = threading.Lock()
-_replaced: list[tuple[type, str, Any]] = []  # (class, method, the original; None where it was inherited)
+# (class, method, the original; None where it was inherited)
+_replaced: list[tuple[type, str, Any]] = []
 
 
 def register() -> None:
-    """Make attn_implementation="numba_prefix" valid for transformers' models, in this process; again does nothing.
+    """Make attn_implementation="numba_prefix" valid for transformers' models in this process; a
+    second call does nothing.
 
-    Adds an attention and a mask function to transformers' tables, and wraps methods that no table reaches, which do what
-    they did for any other attn_implementation: PagedAttentionCache.update and
-    ContinuousBatchingManager.switch_to_cb_friendly_attn (continuous batching), BloomAttention.forward, MptAttention.forward,
-    and set_attn_implementation of these two models. Raises ImportError without transformers 5.
+    Adds an attention and a mask function to transformers' tables, and wraps methods that no table
+    covers: PagedAttentionCache.update and ContinuousBatchingManager.switch_to_cb_friendly_attn
+    (continuous batching), BloomAttention.forward, MptAttention.forward, and set_attn_implementation
+    of these two models. For any other attn_implementation the wrapped methods do what they did.
+    Raises ImportError without transformers 5.
     """
     from transformers import AttentionInterface, AttentionMaskInterface
     from transformers.generation.continuous_batching.cache import PagedAttentionCache
@@ -77,7 +80,8 @@ def _update(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _switch(original: Callable[..., Any]) -> Callable[..., Any]:
-    """The manager knows which implementations can do continuous batching by their names."""
+    """Keep the chosen implementation: the manager recognises those that can do continuous batching
+    by their names."""
 
     @functools.wraps(original)
     def switch_to_cb_friendly_attn(self: Any, model: Any, *arguments: Any, **options: Any) -> Any:
@@ -89,7 +93,8 @@ def _switch(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _set(original: Callable[..., Any]) -> Callable[..., Any]:
-    """transformers looks for its attention interface in a model's source, and sets nothing where it is not used."""
+    """Set the implementation although the model does not use transformers' interface: transformers
+    searches the model's source for it, and sets nothing where it is missing."""
 
     @functools.wraps(original)
     def set_attn_implementation(self: Any, attn_implementation: Any, *arguments: Any, **options: Any) -> Any:

@@ -1,4 +1,5 @@
-"""Running the operator for a layer: the first layer of a forward pass plans, the others take its plan over."""
+"""The operator's run for a layer: the first layer of a forward pass plans, the others reuse its
+plan."""
 
 from __future__ import annotations
 
@@ -14,15 +15,16 @@ from numba_prefix.front.operation import Context, Op
 
 @dataclass(slots=True)
 class Counts:
-    """What this process has computed: the differences of two tell what was done between."""
+    """Totals of this process's computations; the difference of two of them covers the time
+    between."""
 
     plans: int = 0  # operations planned: one for all layers of a forward pass
     runs: int = 0  # layers computed
-    query_tokens: int = 0  # of the planned operations, so those of one layer of each forward pass
+    query_tokens: int = 0  # of the planned operations: one layer of each forward pass
     key_tokens: int = 0  # keys that the planned operations read
 
 
-# A layer's attention follows other layers' products on the same threads.
+# A layer's attention follows other layers' products on the same threads, torch's.
 _CONTEXTS = {"cpu": Context(pool="torch")}
 _counts = Counts()
 _lock = threading.Lock()
@@ -50,14 +52,16 @@ class Batch:
     tables: Tensor  # int32 [batch, max_block_num]
     q_len: list[int]
     kv_len: list[int]
-    plans: dict[Any, Op] = field(default_factory=dict)  # by what layers may differ in
+    plans: dict[Any, Op] = field(default_factory=dict)  # by everything that layers may differ in
 
     def run(
         self, query: Tensor, key: Tensor, value: Tensor, out: Tensor, qk_scale: float, slopes: Tensor | None = None
     ) -> None:
         """Attention of one layer, causal or (slopes, float32 [head_num]) linear ALiBi.
 
-        query, out [num_tokens, head_num, head_size]; key, value [num_blocks, block_size, kv_head_num, head_size]."""
+        query, out [num_tokens, head_num, head_size]; key, value [num_blocks, block_size,
+        kv_head_num, head_size].
+        """
         layout = (query.dtype, query.shape, key.shape[1:], value.shape[1:], qk_scale, slopes is None)
         op = self.plans.get(layout)
         is_planned = op is None

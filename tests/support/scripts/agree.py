@@ -1,4 +1,5 @@
-"""agree.py TARGET [DTYPE…]: tiny problems of every kind against the oracle, beside a parallel function of the host."""
+"""agree.py TARGET [DTYPE…]: tiny problems of every kind against the oracle, beside a parallel
+function of the host."""
 
 from __future__ import annotations
 

@@ -12,7 +12,8 @@ import numba_prefix as nbp
 
 
 def block_ids() -> None:
-    """Each entry that will be read, in both forms of the call; and entries that will not be read may hold anything."""
+    """Make each entry that will be read a bad one, in both forms of the call; entries not read may
+    hold anything."""
     case = make_case([1, 0, 40], [33, 90, 140], head_num=4, kv_head_num=2, block_size=16)
     out, lse = run(case, "cpu", return_lse=True)
     written = np.full(case.query.shape, np.nan, case.query.dtype)

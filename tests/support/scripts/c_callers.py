@@ -1,7 +1,7 @@
 """c_callers.py MODE LIBRARY: caller.c, compiled as LIBRARY, calls numba_prefix.
 
-threads: from eight threads that Python did not start. signal: a signal arrives
-while C code runs. after: C code calls once the interpreter has ended. Without a LIBRARY, ctrl_c: Ctrl-C during the
+threads: from eight threads that Python did not start. signal: a signal arrives while C code runs.
+after: C code calls once the interpreter has ended. Without a LIBRARY, ctrl_c: Ctrl-C during the
 computation; fork: calls in a child of a process that has made some.
 """
 
@@ -77,13 +77,14 @@ def signals(library: Any) -> None:
             raise AssertionError(f"{error.__name__} was lost")
         assert line in (None, 0), f"caller.c:{line}"
         assert error.__name__ in c_side.last_error()
-        assert c_side.destroy(1) == Status.ERROR_INVALID_OPERATION_ADDR  # the next call is as ever
+        assert c_side.destroy(1) == Status.ERROR_INVALID_OPERATION_ADDR  # the next call works
 
 
 def ctrl_c() -> None:
     assert capi.load(warmup=True) is c_side.api
     rng = np.random.default_rng(0)
-    rows, tokens = 4096, 1 << 17  # a minute of work or more in little memory: all pages of the table are one page
+    # A minute of work or more in little memory: all blocks of the table are one block.
+    rows, tokens = 4096, 1 << 17
     query = rng.standard_normal((rows, 16, 128)).astype(np.float16)
     page = rng.standard_normal((1, 128, 1, 128)).astype(np.float16)
     table = np.zeros((1, tokens // 128), np.int32)
@@ -110,7 +111,8 @@ def forked() -> None:
     expected, out = run(case, "cpu"), c_side.nan_like(case.query)
     arguments = c_side.problem(case, out)
     c_side.compute(arguments)
-    warnings.simplefilter("ignore", DeprecationWarning)  # newer Pythons warn of a fork beside threads
+    # Newer Pythons warn of a fork beside threads.
+    warnings.simplefilter("ignore", DeprecationWarning)
     child = os.fork()
     out[...] = np.nan
     c_side.compute(arguments)

@@ -1,5 +1,8 @@
-"""First calls that find the cache directory in a bad state. The large kernel's file is in it and whole, unless said
-otherwise, so that only the two small kernels are compiled."""
+"""First calls that find the cache directory in a bad state.
+
+The large kernel's file is in it and whole, unless said otherwise, so that only the two small
+kernels are compiled.
+"""
 
 from __future__ import annotations
 
@@ -41,7 +44,7 @@ def cache(*kernels: str, where: str | None = None) -> Iterator[Path]:
 
 
 def native_files(directory: Path, *kernels: str) -> list[Path]:
-    """Those that this process would load."""
+    """Cache files that this process would load."""
     from numba.core.typing.typeof import Purpose, typeof
 
     from numba_prefix.cpu import target
@@ -66,7 +69,7 @@ def native_files(directory: Path, *kernels: str) -> list[Path]:
 
 
 def call(compiled: tuple[str, ...]) -> None:
-    """A right result, for which exactly these kernels were compiled."""
+    """Make a call: the result is right, and exactly these kernels are compiled for it."""
     with event.install_recorder("numba:compile") as recorder:
         out, lse = run(CASE, "cpu", return_lse=True)
     assert_close(out, CASE, lse)
@@ -76,7 +79,7 @@ def call(compiled: tuple[str, ...]) -> None:
 
 
 def truncated() -> None:
-    """numba#10128."""
+    """Truncate the files, as in numba#10128."""
     with cache(*SMALL, "drain") as directory:
         sizes = {path: path.stat().st_size for path in native_files(directory, *SMALL)}
         for path, size in sizes.items():
@@ -86,7 +89,8 @@ def truncated() -> None:
 
 
 def foreign() -> None:
-    """One name holds what never was code, the other one the whole file of another kernel."""
+    """Put bytes that never were code under one name, and another kernel's whole file under the
+    other."""
     with cache(*SMALL, "drain") as directory:
         count, fill = native_files(directory, *SMALL)
         shutil.copy(count, fill)
@@ -98,7 +102,7 @@ def foreign() -> None:
 
 
 def other_cpu() -> None:
-    """Beside the large kernel's file there are those that an older CPU left."""
+    """Add the files of an older CPU beside the large kernel's."""
     with cache("drain") as directory:
         code = (
             "import numpy as np; from numba_prefix.rules import tiling; from numba_prefix.cpu import target\n"
@@ -116,7 +120,7 @@ def other_cpu() -> None:
 
 
 def full_disk() -> None:
-    """A file system with room for nothing more; where none may be mounted, files may not grow."""
+    """Fill the file system; where none may be mounted, stop files from growing."""
     room = native_files(Path(os.environ["NUMBA_CACHE_DIR"]) / "numba_prefix", "drain")[0].stat().st_size + (16 << 10)
     with tempfile.TemporaryDirectory() as point:
         mount = ["mount", "-t", "tmpfs", "-o", f"size={room}", "tmpfs", point]
@@ -151,7 +155,7 @@ def read_only() -> None:
 
 @contextlib.contextmanager
 def bound_by_permissions() -> Iterator[None]:
-    """Root writes where it pleases: without its capabilities it is stopped as anybody is."""
+    """Give up root's capabilities, so that permissions bind this process."""
     version, libc = 0x20080522, ctypes.CDLL(None)
     header = (ctypes.c_uint32 * 2)(version, 0)
     sets = (ctypes.c_uint32 * 6)()  # effective, permitted, inheritable; twice 32
@@ -177,7 +181,7 @@ def ctrl_c() -> None:
 
 
 def exit() -> None:
-    """The end comes while LLVM is at work on the large kernel, in a daemon thread."""
+    """End the interpreter while LLVM is at work on the large kernel, in a daemon thread."""
     with cache() as directory:
         thread = threading.Thread(target=run, args=(CASE, "cpu"), daemon=True)
         thread.start()

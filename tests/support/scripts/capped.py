@@ -1,7 +1,8 @@
-"""capped.py [quota]: the package's own cap in every thread and in forked children, beside a parallel function of the host.
+"""capped.py [quota]: the package's own cap in every thread and in forked children, beside a
+parallel function of the host.
 
-Watched: how many workers each call is given, and that no helper, a thread named numba_prefix, exists while one is the cap.
-quota: the process is limited to one CPU by its cgroup.
+Checks how many workers each call is given, and that no helper, a thread named numba_prefix, exists
+while the cap is one. quota: the process is limited to one CPU by its cgroup.
 """
 
 from __future__ import annotations
@@ -103,7 +104,7 @@ def main() -> None:
             run(CASE, "cpu")
             assert num_helpers() == 0
         with ThreadPoolExecutor(3) as pool:
-            pool.submit(nbp.set_num_threads, 1).result()  # from another thread: it is the process's
+            pool.submit(nbp.set_num_threads, 1).result()  # a thread sets the process's cap
             for _ in pool.map(lambda _: calls(expected), range(9)):
                 pass
             assert num_helpers() == 0 and nbp.get_num_threads() == 1

@@ -1,5 +1,5 @@
-"""Child processes of a method of multiprocessing, started after calls that had helpers and a parallel region of the
-host."""
+"""Child processes of a method of multiprocessing, started after calls that had helpers and a
+parallel region of the host."""
 
 from __future__ import annotations
 
@@ -17,7 +17,8 @@ CASE = make_case([150, 60], [300, 400], head_num=8, kv_head_num=4, head_size=64,
 
 
 def calls(threads: tuple[int, ...]) -> bytes:
-    """The bits, the same with each number of threads, from this thread and from two others at once."""
+    """Compare the bits with each number of threads, from this thread and from two others at
+    once."""
     outs = [run(CASE, "cpu", num_threads=n) for n in threads]
     with ThreadPoolExecutor(2) as pool:
         outs += pool.map(lambda n: run(CASE, "cpu", num_threads=n), (2, 2))
@@ -33,7 +34,7 @@ def child(threads: tuple[int, ...], is_host: bool) -> tuple[int, bytes]:
 
 
 class Batches:
-    """A torch data set whose items are computed by the operator."""
+    """A torch data set whose items the operator computes."""
 
     def __len__(self) -> int:
         return 4
@@ -45,7 +46,8 @@ class Batches:
 def main(method: str) -> None:
     expected = calls((2, 1, 4))
     bring_up()
-    # GNU OpenMP kills a forked child at its own parallel region, workqueue has no threads there: Numba's known limits.
+    # GNU OpenMP kills a forked child at its own parallel region, workqueue has no threads there:
+    # known limits of Numba.
     is_host_in_child = method != "fork"
     with ProcessPoolExecutor(2, mp_context=multiprocessing.get_context(method)) as pool:
         done = [pool.submit(child, threads, is_host_in_child) for threads in ((2,), (1, 2), (4,), (2, 1))]
@@ -57,12 +59,12 @@ def main(method: str) -> None:
 
 
 def loader(method: str) -> None:
-    """Workers of a torch DataLoader."""
+    """Run the workers of a torch DataLoader."""
     import torch
 
     expected = calls((2,))
     bring_up()
-    assert torch.ones(300, 300).mm(torch.ones(300, 300)).sum() == 300**3  # brings up its OpenMP threads
+    assert torch.ones(300, 300).mm(torch.ones(300, 300)).sum() == 300**3  # starts OpenMP threads
     workers = torch.utils.data.DataLoader(Batches(), batch_size=None, num_workers=2, multiprocessing_context=method)
     results = [bytes(item.numpy()) for item in workers]
     assert len(results) == 4

@@ -1,4 +1,4 @@
-"""Prints where a stub kernel came from, a digest of its cubin, and whether Numba was needed."""
+"""Prints the source of a stub kernel, a digest of its cubin, and whether Numba was needed."""
 
 from __future__ import annotations
 

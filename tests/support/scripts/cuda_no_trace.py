@@ -1,4 +1,5 @@
-"""What compiling for CUDA leaves of itself in the process: nothing but modules. And the CPU's kernels are what they were."""
+"""The traces that compiling for CUDA leaves in the process: only modules, and the CPU's kernels are
+unchanged."""
 
 from __future__ import annotations
 

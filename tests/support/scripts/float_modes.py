@@ -1,5 +1,8 @@
-"""Subnormal numbers where some threads flush them to zero, as libraries built with -ffast-math have them do: a call is of
-the mode of the thread that makes it, whoever helps, whoever started the helpers."""
+"""Subnormal numbers where some threads flush them to zero, as libraries built with -ffast-math make
+them do.
+
+A call has the mode of the thread that makes it, whichever threads help and started the helpers.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""fork() after calls that used several threads: the child computes the same, and so does the parent afterwards."""
+"""A fork() after calls that used several threads: the child computes the same, and so does the
+parent afterwards."""
 
 from __future__ import annotations
 
@@ -33,7 +34,7 @@ def fork(expected: Any) -> None:
 
 
 def main() -> None:
-    """Three times at rest, and five times while another thread is in the middle of a call."""
+    """Fork three times at rest, and five times while another thread is in the middle of a call."""
     expected = run(CASE, "cpu", num_threads=2)
     for _ in range(3):
         fork(expected)

@@ -1,5 +1,7 @@
-"""fork() while another thread makes the first call, in which Numba is imported and the kernels are loaded: the child's
-calls end too."""
+"""A fork() while another thread makes the first call.
+
+That call imports Numba and loads the kernels; the child's calls have to end too.
+"""
 
 from __future__ import annotations
 

@@ -1,6 +1,7 @@
-"""group_member.py RANK SIZE FILE: one rank of a gloo group. Every rank makes the same problems and keeps its share of them.
+"""group_member.py RANK SIZE FILE: one rank of a gloo group. Every rank makes the same problems and
+keeps its share of them.
 
-Prints a JSON object: what became of each scenario, "right" or a traceback.
+Prints a JSON object: the outcome of each scenario, "right" or a traceback.
 """
 
 from __future__ import annotations
@@ -30,7 +31,8 @@ from numba_prefix.integrations.distributed.operators import (
 )
 
 RANK, SIZE = int(sys.argv[1]), int(sys.argv[2])
-# Decode and prefill rows, an empty sequence, one whose keys are split; sequence 1 will be wholly on one rank.
+# Decode and prefill rows, an empty sequence, one whose keys are split; sequence 1 will be wholly on
+# one rank.
 Q_LEN, KV_LEN = [1, 5, 0, 1, 40], [70, 120, 9, 2500, 170]
 
 
@@ -50,18 +52,19 @@ def is_same_everywhere(*tensors: Any) -> bool:
     return len({int(d) for d in digests}) == 1
 
 
-# --- heads -----------------------------------------------------------------------------------------------------------
+# --- heads
+# -----------------------------------------------------------------------------------------------------------
 
 
 def heads_case(form: str = "causal", dtype: str = "float32") -> Case:
-    """One kv head more than ranks, two query heads for each; slopes in no order."""
+    """One kv head more than ranks, two query heads for each; slopes in random order."""
     kv_heads = SIZE + 1
     case = make_case([1, 30, 0], [3000, 150, 4], head_num=2 * kv_heads, kv_head_num=kv_heads, dtype=dtype)
     return with_mask(case, form, mask_dtype=dtype)
 
 
 def heads_call(case: Case, **changes: Any) -> Any:
-    """This rank's share of the case; slopes and mask whole."""
+    """The arguments of this rank's share of the case; slopes and mask whole."""
     begin, end = head_share(case.key.shape[2], RANK, SIZE)
     arguments = {
         "query": tensor(case.query[:, 2 * begin : 2 * end]),
@@ -72,7 +75,8 @@ def heads_call(case: Case, **changes: Any) -> Any:
 
 
 def heads(form: str, dtype: str) -> None:
-    """Bit for bit the heads of one process's result, this rank's own and gathered."""
+    """Compare, bit for bit, with the heads of one process's result: this rank's own, and
+    gathered."""
     case = heads_case(form, dtype)
     begin, end = head_share(case.key.shape[2], RANK, SIZE)
     own, own_lse = heads_call(case, return_lse=True)
@@ -92,13 +96,14 @@ def heads(form: str, dtype: str) -> None:
 
 
 def heads_with_listed_slopes() -> None:
-    """A list of numbers for all heads, in no order, is shared out as an array is."""
+    """Share out slopes given as a list of numbers, in random order, as an array's are."""
     case = replace(heads_case(), mask_type="alibi")
     slopes = [((7 * h) % 5 + 1) / 16 for h in range(case.query.shape[1])]
     same_bits(heads_call(case, slopes=slopes, gather=True), run(case, "cpu", slopes=slopes))
 
 
-# --- pages -----------------------------------------------------------------------------------------------------------
+# --- pages
+# -----------------------------------------------------------------------------------------------------------
 
 
 def owners_of(case: Case, pattern: str) -> np.ndarray:
@@ -114,7 +119,8 @@ def owners_of(case: Case, pattern: str) -> np.ndarray:
 
 
 def local_pages(case: Case, held: np.ndarray) -> dict[str, Any]:
-    """A cache of the held pages only, in an order of this rank's own, and a table with junk for all others."""
+    """A cache of the held blocks only, in an order of this rank's own, and a table with junk for
+    all others."""
     needed = np.arange(held.shape[1]) * case.key.shape[1] < np.array(case.kv_seq_len)[:, None]
     sequence, block = np.nonzero(held & needed)
     places = np.random.default_rng(RANK).permutation(len(sequence))
@@ -136,7 +142,7 @@ def pages_case(form: str = "causal", dtype: str = "float32", block_size: int = 1
 
 
 def pages(form: str, dtype: str, pattern: str, block_size: int) -> None:
-    """Within the tolerance of the whole; the same bits on every rank."""
+    """Compare with the result of one process, within the tolerance, and the ranks bit for bit."""
     case = pages_case(form, dtype, block_size)
     out, lse = pages_call(case, pattern, return_lse=True)
     assert is_same_everywhere(out, lse)
@@ -155,7 +161,8 @@ def pages_flat_query() -> None:
 
 
 def pages_rows_that_see_nothing() -> None:
-    """out 0 and lse -inf, as of one process: a mask of -inf in one head."""
+    """Rows that see no key, by a mask of -inf in one head: out 0 and lse -inf, as with one
+    process."""
     case = pages_case("alibi-heads")
     case.mask[1] = -np.inf
     out, lse = pages_call(case, return_lse=True)
@@ -165,7 +172,7 @@ def pages_rows_that_see_nothing() -> None:
 
 
 def pages_with_nan() -> None:
-    """A NaN key reaches the rows that see it, whichever rank holds it, and no other."""
+    """A NaN key, which reaches the rows that see it, whichever rank holds it, and no other."""
     case = make_case([20], [100], head_num=2, block_size=16)
     page = case.block_tables[0, 90 // 16]
     case.key[page, 90 % 16] = np.nan
@@ -175,7 +182,7 @@ def pages_with_nan() -> None:
 
 
 def empty_calls() -> None:
-    """No tokens, no sequences: empty outputs."""
+    """Calls without tokens or sequences: empty outputs."""
     case = make_case([0, 0], [5, 0], head_num=2 * (SIZE + 1), kv_head_num=SIZE + 1)
     out, lse = heads_call(case, return_lse=True, gather=True)
     assert out.shape == case.query.shape and lse.shape == (0, case.query.shape[1])
@@ -183,7 +190,7 @@ def empty_calls() -> None:
 
 
 def part_of_the_ranks() -> None:
-    """A group of the first and the last rank; a rank outside is told so."""
+    """A group of the first and the last rank; a rank outside gets an error."""
     group = dist.new_group([0, SIZE - 1])
     if RANK not in (0, SIZE - 1):
         with raises(ValueError, "group: got one without this process"):
@@ -201,7 +208,8 @@ def part_of_the_ranks() -> None:
     assert_close(out, case)
 
 
-# --- errors ----------------------------------------------------------------------------------------------------------
+# --- errors
+# ----------------------------------------------------------------------------------------------------------
 
 
 def raises(error: type[Exception], words: str) -> Any:
@@ -209,7 +217,7 @@ def raises(error: type[Exception], words: str) -> Any:
 
 
 def fails_on_rank_1(error: type[Exception], words: str, call: Callable[[], Any]) -> None:
-    """The error there, RankError with its words elsewhere."""
+    """Assert the error on rank 1, and RankError with its text elsewhere."""
     with raises(error, words) if RANK == 1 else raises(RankError, f"rank 1: {error.__name__}: {words}"):
         call()
 
@@ -236,7 +244,7 @@ def error_of_a_kind_of_array() -> None:
 
 
 def error_while_computing() -> None:
-    """Not only what validation finds."""
+    """An error found while computing, not by validation."""
     run_of_op = Op.run
 
     def run_out_of_memory(self: Op, workspace: Any = None) -> None:
@@ -251,7 +259,7 @@ def error_while_computing() -> None:
 
 
 def error_of_holders() -> None:
-    """A block on two ranks, a block on none, and none told."""
+    """A block on two ranks, a block on none, and no blocks named."""
     case = pages_case()
     held = owners_of(case, "striped") == RANK
     for given, ranks in ((True, 2), (False, 0)):
@@ -266,7 +274,7 @@ def error_of_holders() -> None:
 
 
 def error_of_arguments_that_differ() -> None:
-    """The same words on every rank."""
+    """Arguments that differ between ranks: the same message on every rank."""
     case, heads_of = pages_case("alibi-generator"), heads_case("alibi-generator")
     short = make_case([1, 4, 0, 1, 41], KV_LEN, head_num=4, kv_head_num=2)
     for call, changes, words in (

@@ -1,9 +1,11 @@
-"""Run a target on arrays that end, and then begin, at memory that must not be touched; inputs cannot be written either.
+"""Run a target on arrays that end, and then begin, at memory without access; inputs cannot be
+written either.
 
 guard_pages.py TARGET [DTYPE KIND]: KIND is decode, prefill or strided; without, some of everything.
 guard_pages.py TARGET --minutes N: random problems for so long.
 guard_pages.py others DTYPE…: reshape_and_cache and merge_states.
-The case that is running is the last line printed, for whoever has to explain a SIGSEGV.
+
+The last line printed is the running case, which helps to explain a SIGSEGV.
 """
 
 from __future__ import annotations
@@ -25,12 +27,13 @@ from numba_prefix.front import paged
 from numba_prefix.planning import target as planning_target
 
 HEAD_SIZES = (1, 16, 72, 128, 256)
-# Query and key lengths: single tokens, some over pages that are exactly full, one long enough to be split; and chunks.
+# Query and key lengths: single tokens, some over blocks that are exactly full, one long enough to
+# be split; and chunks.
 LENGTHS = {"decode": ([1, 1, 1, 1], [1, 32, 77, 2560]), "prefill": ([7, 33, 64, 0], [7, 65, 320, 9])}
 
 
 def both_phases(case: Case, out: np.ndarray, is_at_end: bool) -> None:
-    """ATB's two phases in a workspace of exactly the size asked for."""
+    """Run ATB's two phases in a workspace of exactly the size reported."""
     heads, kv_heads = case.query.shape[1], case.key.shape[2]
     size, op = nbp.self_attention_prefix_encoder_get_workspace_size(
         *(case.query, case.key, case.value, case.block_tables, case.mask, case.seq_len, case.kv_seq_len, case.slopes),
@@ -42,7 +45,7 @@ def both_phases(case: Case, out: np.ndarray, is_at_end: bool) -> None:
 
 
 def fenced_like(is_at_end: bool) -> Any:
-    """What the package allocates its outputs with, beside a fence and filled with NaN."""
+    """Replacement of the package's allocation of outputs: beside a fence and filled with NaN."""
 
     def empty_like(_: Any, shape: tuple[int, ...], dtype: str) -> np.ndarray:
         return fenced(np.full(shape, np.nan, DTYPES[dtype]), is_at_end)
@@ -76,13 +79,14 @@ def check(case: Case, target: str, *, what: str = "") -> None:
 
 
 def quick(target: str) -> None:
-    """A few seconds of at_random, and what its problems do not reach for."""
+    """Run at_random for a few seconds, and the cases that its problems do not cover."""
     at_random(target, 2.0)
     strided(target, "float16", head_sizes=(16,))
 
 
 def others(dtype_names: Sequence[str] = tuple(DTYPES)) -> None:
-    """reshape_and_cache and merge_states: every array beside a fence, inputs in pages that cannot be written."""
+    """Run reshape_and_cache and merge_states: every array beside a fence, inputs in pages that
+    cannot be written."""
     rng = np.random.default_rng(0)
     for dtype, is_at_end in itertools.product(dtype_names, (True, False)):
         to = DTYPES[dtype]
@@ -109,7 +113,8 @@ def some_of_everything(target: str) -> None:
         for dtype in DTYPES:
             for form in ("causal", "alibi-template", "alibi_sqrt-heads"):
                 for block_size in (1, 5, 16):
-                    # No spare block and the last page full: the last key of the cache is the last thing before the fence.
+                    # Without a spare block and with the last block full, the last key of the cache
+                    # ends at the fence.
                     q, kv = [7, 1, 18], [15, 20, 60]
                     options: dict[str, Any] = {"head_num": 6, "kv_head_num": 2, "head_size": head_size, "dtype": dtype}
                     case = make_case(q, kv, block_size=block_size, spare=0, tail=0, **options)
@@ -128,7 +133,8 @@ def every_kind(target: str, dtype: str, kind: str) -> None:
 
 
 def strided(target: str, dtype: str, head_sizes: Sequence[int] = HEAD_SIZES) -> None:
-    """The same elements in rows further apart, heads before tokens, backwards, and all pages one page."""
+    """The same elements in rows further apart, heads before tokens, backwards, and with one block
+    for all."""
     for head_size in head_sizes:
         case = make_case([5, 1], [21, 32], head_num=4, kv_head_num=2, head_size=head_size, dtype=dtype, spare=0, tail=0)
         expected = run(case, target)

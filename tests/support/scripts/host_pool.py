@@ -1,6 +1,8 @@
-"""Calls with helpers from the threads of a host's own pool, while another thread runs the host's parallel function.
+"""Calls with helpers from the threads of a host's own pool, while another thread runs the host's
+parallel function.
 
-Where the host's layer allows more than one user, the pool's threads run that function too, between their calls.
+Where the host's layer allows more than one user, the pool's threads run that function too, between
+their calls.
 """
 
 from __future__ import annotations

@@ -1,8 +1,9 @@
-"""Long calls that something ends. The exception comes soon, the next call is right, and so are those that other threads
-make meanwhile.
+"""Long calls that something ends. The exception comes soon, the next call is right, and so are
+those that other threads make meanwhile.
 
-ctrl_c: SIGINT. alarm: an exception of a signal handler, as servers use for time limits. async: an exception set in one
-thread by another. bad_ids: an error of one thread's arguments. exit: the interpreter ends while daemon threads compute.
+ctrl_c: SIGINT. alarm: an exception of a signal handler, as servers use for time limits. async: an
+exception set in one thread by another. bad_ids: an error of one thread's arguments. exit: the
+interpreter ends while daemon threads compute.
 """
 
 from __future__ import annotations
@@ -22,7 +23,8 @@ from cases import make_case, run, same_bits
 import numba_prefix as nbp
 
 SMALL = make_case([90, 1], [300, 700], head_num=8, kv_head_num=4, head_size=64, dtype="float16")
-VISIT = make_case([600], [1200], head_num=8, head_size=128, dtype="float16")  # 2.2 GFLOP: heights.FLOPS_PER_VISIT
+# 2.2 GFLOP, about cpu.plan.FLOPS_PER_VISIT at the assumed speed
+VISIT = make_case([600], [1200], head_num=8, head_size=128, dtype="float16")
 SOON = 2.0
 expected: list[Any] = []
 
@@ -35,7 +37,7 @@ class TimeLimit(Exception): ...
 
 
 def long_call(num_threads: int, rows: int = 4096, tokens: int = 1 << 17, batch: int = 1) -> Callable[[], None]:
-    """A minute of work or more in little memory: all pages of the table are one page."""
+    """A minute of work or more in little memory: all blocks of the table are one block."""
     rng = np.random.default_rng(0)
     query = rng.standard_normal((batch * rows, 16, 128)).astype(np.float16)
     page = rng.standard_normal((1, 128, 1, 128)).astype(np.float16)
@@ -52,7 +54,8 @@ def long_call(num_threads: int, rows: int = 4096, tokens: int = 1 << 17, batch: 
 def ended_by(
     error: type[BaseException], start: Callable[[], Any], call: Callable[[], None], limit: float = SOON
 ) -> None:
-    """start() has `error` raised in this thread 0.3 s later. On a machine that others use too, it may take longer."""
+    """Check that `error`, which start() has raised here 0.3 s later, ends call() soon (later on a
+    busy machine)."""
     limit += 4 * seconds_of_a_visit()
     begin = time.perf_counter()
     start()
@@ -65,7 +68,7 @@ def ended_by(
 
 
 def seconds_of_a_visit() -> float:
-    """How long a thread now is inside compiled code before it looks at signals, about."""
+    """Time, about, that a thread now spends inside compiled code before it looks at signals."""
     begin = time.perf_counter()
     run(VISIT, "cpu", num_threads=1)
     return time.perf_counter() - begin

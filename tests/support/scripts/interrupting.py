@@ -11,8 +11,10 @@ from typing import Any
 
 
 def interrupted_until_done(work: Callable[[], Any], late: float = 2.0) -> tuple[Any, int]:
-    """What work() returns, which is begun again after each Ctrl-C, and how many there were: one every 0.15 s. Each is a
-    KeyboardInterrupt soon, for anything else ends this."""
+    """Result of work(), begun again after each Ctrl-C, and the number of these, one every 0.15 s.
+
+    Each must soon become a KeyboardInterrupt; any other exception ends this.
+    """
     stop, sent, count = threading.Event(), [0.0], 0
 
     def interrupt() -> None:

@@ -1,5 +1,7 @@
-"""Eight threads behind a barrier, fifty calls each, the first one perhaps not compiled yet; then the same beside a parallel
-function of the host's own."""
+"""Eight threads behind a barrier, fifty calls each, the first one perhaps not compiled yet.
+
+The same follows beside a parallel function of the host's own.
+"""
 
 from __future__ import annotations
 

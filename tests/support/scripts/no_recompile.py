@@ -1,4 +1,7 @@
-"""After one call per dtype and mask kind: new shapes, slices and read-only arrays compile nothing and take no longer."""
+"""New shapes, slices and read-only arrays after one call per dtype and mask kind.
+
+They compile nothing and take no longer.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""The state of the process that is not the operator's: the same before the first call and after many of all kinds."""
+"""The process's state outside the operator: the same before the first call and after many of all
+kinds."""
 
 from __future__ import annotations
 
@@ -31,7 +32,7 @@ LIBM = ctypes.CDLL("libm.so.6") if sys.platform == "linux" else None
 
 
 def openmp_threads() -> tuple[int, ...]:
-    """Of every GNU OpenMP that this process has loaded (torch brings its own)."""
+    """Thread numbers of every GNU OpenMP that this process has loaded (torch brings its own)."""
     if sys.platform != "linux":
         return ()
     lines = Path("/proc/self/maps").read_text().splitlines()
@@ -82,7 +83,8 @@ def state() -> dict[str, Any]:
         found["torch"] = (torch.get_num_threads(), torch.get_num_interop_threads(), torch.is_grad_enabled())
         found["torch random"] = torch.get_rng_state().tolist()
         found["torch default"] = (torch.get_default_dtype(), float(torch.tensor(1e-38) / 4))
-    found["OpenMP threads"] = openmp_threads()  # torch sets its own for a thread at the thread's first operation
+    # torch sets its own for a thread at the thread's first operation.
+    found["OpenMP threads"] = openmp_threads()
     return found
 
 

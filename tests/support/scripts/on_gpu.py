@@ -1,4 +1,5 @@
-"""A few calls on a GPU, for compute-sanitizer to watch: every family, a merge, a bad block id, an unaligned head."""
+"""A few calls on a GPU, for compute-sanitizer to watch: every family, a merge, a bad block id, an
+unaligned head."""
 
 from __future__ import annotations
 

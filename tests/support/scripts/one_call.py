@@ -1,8 +1,9 @@
-"""One call in a fresh process. Prints JSON: a digest of the bits, how much Numba compiled, and if asked for what its
-optimiser was allowed to assume (--flags).
+"""One call in a fresh process. Prints JSON: a digest of the bits, how much Numba compiled and, with
+--flags, what its optimiser was allowed to assume.
 
---interrupt: Ctrl-C again and again until a first call, not counted, comes to its end. layers=NAME,…: a child is forked for
-each, whose host has a parallel region under that layer before the same call.
+--interrupt: Ctrl-C again and again until a first call, not counted, comes to its end.
+layers=NAME,…: for each, a child is forked whose host has a parallel region under that layer before
+the same call.
 """
 
 from __future__ import annotations
@@ -27,7 +28,8 @@ RELAXED = re.compile(
 
 
 def flags() -> dict[str, Any]:
-    """The package's dispatchers, those with fastmath options, and LLVM instructions that may assume no NaN or infinity."""
+    """The package's dispatchers, those with fastmath options, and LLVM instructions that may assume
+    no NaN or infinity."""
     from numba.core.dispatcher import Dispatcher
 
     mine = [
@@ -40,7 +42,7 @@ def flags() -> dict[str, Any]:
 
 
 def in_child(layer: str, call: Callable[[], Any], expected: np.ndarray) -> int:
-    """Its exit status."""
+    """Exit status of a forked child that runs the call."""
     pid = os.fork()
     if pid == 0:
         status = 1

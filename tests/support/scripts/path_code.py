@@ -1,5 +1,7 @@
-"""Compiles what is a path's own of its kernel for a CPU that has it, wherever this runs (nothing is executed), and tells what
-came out."""
+"""Compiles a path's own part of its kernel for a CPU that has the path, on any machine.
+
+Nothing is executed; prints facts about the code.
+"""
 
 from __future__ import annotations
 
@@ -33,11 +35,11 @@ def own_part(path: str) -> tuple[Any, tuple[Any, ...]]:
         pack_rows(params, False, rows, BLOCK_N, keys, scratch + params.staging_offset)
         pack_values(params, False, rows, BLOCK_N, scratch)
         scale_acc(params, acc, alpha)
-        weighing = scratch + params.softmax_offset
+        softmax_ptr = scratch + params.softmax_offset
         for key in range(0, BLOCK_N, STEP_N):
             scoring = (keys, scratch + params.q_t_offset, width, s)
             adding = (key, p, BLOCK_N, 0, params.head_size, width, acc, alpha)
-            step(params, scoring, weighing, adding, scratch)
+            step(params, scoring, softmax_ptr, adding, scratch)
         leave()
 
     return kernel(steps), (INTEGERS, types.int64, types.int64, types.int64)

@@ -1,6 +1,9 @@
-"""service.py FOLDER FAULT…: what happens to a service, each fault in a process of its own, forked before anything was
-called, whose host has had a parallel region under $NUMBA_THREADING_LAYER. Prints a JSON line per fault: its name, "status"
-(an exit status, minus a signal, or "hung"), "seconds" of CPU time, and what the process wrote."""
+"""service.py FOLDER FAULT…: a service's outcome under each fault.
+
+Each fault has a process of its own, forked before any call, whose host has had a parallel region
+under $NUMBA_THREADING_LAYER. Prints a JSON line per fault: its name, "status" (an exit status,
+minus a signal, or "hung"), "seconds" of CPU time, and the process's output.
+"""
 
 from __future__ import annotations
 
@@ -60,7 +63,7 @@ def begin(name: str, output: Path) -> None:
 
 
 def end(pid: int) -> tuple[int | str, float]:
-    """Its status, and the CPU time that it took."""
+    """Wait for the process, or kill it after LIMIT. Returns its status and its CPU time."""
     limit = time.monotonic() + LIMIT
     while time.monotonic() < limit:
         done, status, usage = os.wait4(pid, os.WNOHANG)
@@ -78,8 +81,9 @@ def main(folder: str, *names: str) -> None:
 
     with contextlib.suppress(ImportError):
         import torch  # noqa: F401
-    # Numba's own first compilation, which needs no threading layer; and what was made here is not looked through in every
-    # child's collections: together 1.3 s of 1.8 s that a child would take to begin and end.
+    # Numba's own first compilation, which needs no threading layer. Objects made here are not
+    # scanned in every child's collections: together 1.3 s of the 1.8 s that a child would take to
+    # begin and end.
     numba.njit(lambda x: x + 1.0)(1.0)
     gc.collect()
     gc.freeze()

@@ -1,4 +1,4 @@
-"""Who works during a call: CPU time of every thread of this process, read from the kernel."""
+"""The CPU time of every thread of this process during a call, read from the kernel."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ if "pinned" in sys.argv:
 from cases import make_case, run, same_bits
 
 CASE = make_case([1400, 1400], [1400, 3000], head_num=8, kv_head_num=8, head_size=128)
-STRAY = 2  # ticks of threads that end what they did before, and of the host's
+STRAY = 2  # ticks of threads that end their earlier work, and of the host's
 
 
 def ticks() -> dict[int, int]:

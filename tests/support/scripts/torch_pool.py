@@ -1,4 +1,5 @@
-"""Calls on PyTorch's threads, ended or forked in the middle. The next call is right, and torch is as it was."""
+"""Calls on PyTorch's threads, ended or forked in the middle. The next call is right, and torch is
+unchanged."""
 
 from __future__ import annotations
 
@@ -53,7 +54,7 @@ def is_right(expected: Any, is_lent: bool) -> None:
 
 
 def fork(expected: Any) -> None:
-    """In the child PyTorch's threads are missing: it takes its own."""
+    """Fork: in the child PyTorch's threads are missing, so that it takes its own."""
     pid = os.fork()
     if pid == 0:
         status = 1
@@ -70,7 +71,7 @@ def fork(expected: Any) -> None:
 
 
 def interrupted(expected: Any) -> None:
-    """Ctrl-C, twice in a row, in calls of a minute."""
+    """Interrupt calls of a minute, by two Ctrl-C in a row."""
     rng = np.random.default_rng(0)
     query = rng.standard_normal((4096, 16, 128)).astype(np.float16)
     page = rng.standard_normal((1, 128, 1, 128)).astype(np.float16)
@@ -88,7 +89,7 @@ def interrupted(expected: Any) -> None:
 
 
 def handled(expected: Any) -> None:
-    """A signal handler that calls too: within the other call it takes its own threads, or none."""
+    """Call from a signal handler too: within the other call it takes its own threads, or none."""
     seen = []
 
     def handler(*_: Any) -> None:

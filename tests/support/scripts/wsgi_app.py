@@ -1,6 +1,8 @@
-"""A WSGI application: GET /NUMBER/THREADS answers with the bytes of out and lse of problem NUMBER. Checks nothing.
+"""A WSGI application: GET /NUMBER/THREADS answers with the bytes of out and lse of problem NUMBER.
+Checks nothing.
 
-The problem was called once where this module is imported, which with gunicorn's preload is before the workers are forked.
+The problem was called once where this module is imported, which with gunicorn's preload is before
+the workers are forked.
 """
 
 from __future__ import annotations
