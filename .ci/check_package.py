@@ -1,5 +1,5 @@
-"""What is in the sdist and the wheel of a directory, and that the wheel brought nothing but its dependencies into the
-environment of this interpreter: `python check_package.py DIRECTORY`."""
+"""What is in the sdist and the wheel of a directory, and that the wheel brought nothing but its
+dependencies into the environment of this interpreter: `python check_package.py DIRECTORY`."""
 
 from __future__ import annotations
 

@@ -146,7 +146,7 @@ def show(row: dict[str, Any]) -> str:
 
 
 def markdown(record: dict[str, Any]) -> str:
-    """The table of bench/README.md: times faster than each peer; below 1 we lose."""
+    """The table of bench/README.md: speed relative to each peer; below 1 the peer is faster."""
     peers = [name for name in ("sdpa", "vllm") if any(p.startswith(name) for r in record["rows"] for p in r["ratio"])]
     names = {"sdpa": "PyTorch SDPA", "vllm": "vLLM"}
     lines = ["| case | dtype | GFLOP/s | " + " | ".join(f"x {names[p]}" for p in peers) + " | 1 → 2 threads |"]

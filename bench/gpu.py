@@ -218,7 +218,7 @@ def row_of(case: Case, dtype: str, times: dict[str, list[float]], matmul_size: i
 
 
 def markdown(rows: list[dict[str, Any]]) -> str:
-    """A table of our speed relative to each peer; below 1 we lose."""
+    """A table of our speed relative to each peer, below 1 where the peer is faster."""
     peers = [name for name in PEERS if any(name in row["ratio"] for row in rows)]
     lines = ["| case | dtype | TFLOP/s | of the matmul | K/V GB/s | " + " | ".join(f"x {p}" for p in peers) + " |"]
     lines.append("|---" * (5 + len(peers)) + "|")

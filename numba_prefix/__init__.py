@@ -1,5 +1,4 @@
-"""numba_prefix: paged-prefix attention (Ascend ATB's SelfAttention PrefixEncoder) in Python,
-compiled by Numba."""
+"""Paged-prefix attention (Ascend ATB's SelfAttention PrefixEncoder), compiled by Numba."""
 
 from numba_prefix.front.encoder import (
     prefix_encoder,

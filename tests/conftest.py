@@ -16,8 +16,8 @@ from hypothesis import HealthCheck, settings
 
 KERNELS = ("cpu",)
 TARGETS = ("reference", *KERNELS)
-# The CUDA target takes part where its kernels can be compiled: on a fake GPU that interprets them, so in tiny problems only,
-# and on few kernels, since each takes seconds to compile.
+# The CUDA target takes part where its kernels can be compiled: on a fake GPU that interprets them,
+# so in tiny problems only, and on few kernels, since each takes seconds to compile.
 if importlib.util.find_spec("numba_cuda"):
     TARGETS = (*TARGETS, "cuda")
 TINY = {"dtype": {"float16"}, "head_size": {16}, "heads": {(8, 4), (12, 1), (3, 1)}, "block_size": {3, 128}}
@@ -30,12 +30,13 @@ settings.register_profile("dev", max_examples=40, **_quiet)
 settings.register_profile("long", max_examples=1000, **_quiet)
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "ci" if os.environ.get("CI") else "dev"))
 
-# A shell ignores Ctrl-C in what it starts in the background, and so would every program that the tests start.
+# A shell ignores Ctrl-C in what it starts in the background, and so would every program that the
+# tests start.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
-# Set before the package and Numba are imported, so that this process and its children share what is compiled; never
-# a cache of an earlier session unless the caller names one.
+# Set before the package and Numba are imported, so that this process and its children share what is
+# compiled; never a cache of an earlier session unless the caller names one.
 _own_cache = None
 if "NUMBA_CACHE_DIR" not in os.environ:
     _own_cache = os.environ["NUMBA_CACHE_DIR"] = tempfile.mkdtemp(prefix="numba_prefix_tests_")
@@ -45,7 +46,8 @@ MANY_TESTS = 20
 
 
 def pytest_collection_finish(session: pytest.Session) -> None:
-    """The kernels of a file that takes minutes to compile them are begun with, if much of it is run."""
+    """The kernels of a file that takes minutes to compile them are begun with, if much of it is
+    run."""
     items = [item for item in session.items if item.path.name == "test_cuda_kernels.py"]
     if len(items) > MANY_TESTS and not session.config.option.collectonly:
         items[0].module.build_ahead()  # type: ignore[attr-defined]

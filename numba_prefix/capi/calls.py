@@ -130,8 +130,8 @@ def _get_last_error(call: Any) -> None:
 
 
 def _reporting(parameters: type[ctypes.Structure], body: Callable[[Any], None]) -> Callable[[int], None]:
-    """`body`, with its errors turned into the C function's status. Only Exceptions: native code
-    handles all others."""
+    """`body`, with Exceptions turned into the C function's status; native code handles all
+    others."""
 
     def enter(address: int) -> None:
         call: Any = parameters.from_address(address)

@@ -85,8 +85,8 @@ def buffer(address: int, size: int, name: str) -> Tensor:
 
 
 def _extents(given: CTensor, name: str) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Shape and strides. Strides that no element's address depends on may hold any numbers; they
-    are made dense."""
+    """Shape and strides. Strides that no element's address depends on are made dense: they may be
+    any numbers."""
     if not 1 <= given.num_dims <= MAX_DIMS:
         raise Refusal(
             Status.ERROR_INVALID_TENSOR_DIM_NUM, f"{name}: got {given.num_dims} axes, expected 1 to {MAX_DIMS}"

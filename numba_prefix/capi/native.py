@@ -99,8 +99,8 @@ def keep_forever(thing: Any) -> None:
 
 
 def _entry(export: Export, body: str, interrupted: str) -> str:
-    """The function as LLVM IR: parameters go into a struct, laid out as ctypes does, and the result
-    comes back."""
+    """The function as LLVM IR: parameters go into a struct laid out as by ctypes, the result comes
+    back."""
     (_, result), *fields = [(name, kind) for name, kind, *_ in export.parameters._fields_]
     frame = f"{{{', '.join([_TYPES[result], *(_TYPES[kind] for _, kind in fields)])}}}"
     declared = ", ".join(f"{_TYPES[kind]} %{name}" for name, kind in fields)

@@ -62,8 +62,7 @@ MOST_TEXTS = 4096
 
 
 def remember(text: str) -> None:
-    """Store the outcome of the calling thread's last call: an error's text, or "" if it went
-    well."""
+    """Store the outcome of the calling thread's last call: an error's text, or "" for success."""
     me = threading.get_ident()
     _texts.pop(me, None)
     if text:

@@ -1,2 +1,2 @@
-"""The command line: run a problem from a file, show the machine, compile ahead, time one's own
+"""The command line: run a problem from a file, show the machine, compile ahead, time given
 shapes."""

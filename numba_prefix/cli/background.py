@@ -1,5 +1,4 @@
-"""Work that Ctrl-C can end: LLVM compiles for many seconds without letting the interpreter see a
-signal."""
+"""Work that Ctrl-C can end: LLVM compiles for seconds without letting Python see a signal."""
 
 from __future__ import annotations
 
@@ -14,8 +13,7 @@ Result = TypeVar("Result")
 
 
 def interruptible(work: Callable[[], Result]) -> Result:
-    """Return or raise the outcome of work(), done in another thread. Ctrl-C ends the process at
-    once."""
+    """Return or raise the outcome of work(), done in another thread. Ctrl-C ends the process."""
     results: list[Result] = []
     errors: list[BaseException] = []
 

@@ -91,8 +91,7 @@ def _inputs(arguments: argparse.Namespace) -> Inputs:
 
 
 def _gate(inputs: Inputs, op: Op, out: Any) -> dict[str, Any]:
-    """The check of some rows of the first run against the oracle, and that every row was
-    written."""
+    """A check of some rows of the first run against the oracle, and that every row was written."""
     problem = op.problem
     elements = max(inputs.kv_seq_len) * problem.kv_head_num * problem.head_size
     rows, cut = sample_rows(inputs, problem, max(2, min(GATE_ROWS, int(GATE_ELEMENTS / elements))))
@@ -111,8 +110,8 @@ def _gate(inputs: Inputs, op: Op, out: Any) -> dict[str, Any]:
 
 
 def _times(op: Op, out: Any, rounds: int) -> list[float]:
-    """Seconds of each round. Output and workspace are touched before, so that no round touches new
-    memory pages."""
+    """Seconds of each round. Output and workspace are touched before: no round touches new memory
+    pages."""
     workspace = np.zeros(op.workspace_size, np.uint8)
     times = []
     for _ in range(rounds):

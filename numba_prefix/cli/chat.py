@@ -1,4 +1,4 @@
-"""`chat-demo`: a language model answers several requests that share the blocks of one long system
+"""`chat-demo`: a language model answers requests that share the blocks of one long system
 prompt."""
 
 from __future__ import annotations

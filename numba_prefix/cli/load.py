@@ -141,7 +141,7 @@ def check_writable(file: str, source: str | None, force: bool) -> None:
 
 
 def save(file: str, out: Any, lse: NDArray[np.float32], force: bool) -> None:
-    """Write out (bfloat16 as uint16, with dtype="bfloat16") and lse. Raises UsageError where that
+    """Write out (bfloat16 as uint16, with dtype="bfloat16") and lse. Raises UsageError if that
     fails."""
     t = describe(out, "out")
     values = stored_bits(out) if t.dtype == "bfloat16" else np.asarray(out)

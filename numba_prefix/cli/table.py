@@ -18,7 +18,7 @@ class UsageError(Exception):
 
 
 def pairs(rows: Sequence[tuple[str, str]]) -> str:
-    """Names and texts in two columns; a name of "" continues the row above, ("", "") is an empty
+    """Names and texts in two columns; a name of "" continues the row above, ("", "") is a blank
     line."""
     width = max(len(name) for name, _ in rows)
     return "\n".join(f"{name:<{width}}  {text}".rstrip() for name, text in rows)

@@ -40,8 +40,7 @@ def command(arguments: argparse.Namespace) -> int:
 
 
 def tell(kernel: dict[str, Any], number: int, of: int) -> None:
-    """Print a line about a kernel that took long; others, of which there may be many, are left
-    out."""
+    """Print a line about a kernel that took long; the others may be many."""
     if kernel["seconds"] >= table.SLOW_SECONDS:
         took = f"{SOURCES[kernel['source']]}, {table.seconds(kernel['seconds'])}"
         table.note(f"{number} of {of}: {kernel['name']} for {kernel['cc']} ({took})")

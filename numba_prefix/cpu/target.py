@@ -90,8 +90,8 @@ def plan(
     pool: str = "own",
     path_name: str | None = None,
 ) -> CpuPlan:
-    """A plan on the path of that name, or the one that this problem takes. Other arguments as
-    kept_plan's."""
+    """A plan on the path of that name; None: on the one that this problem takes. Other arguments
+    as kept_plan's."""
     # Partial results are float32, and probabilities rounded to bfloat16 would show in them.
     needs_float32 = is_part or abs(problem.qk_scale) > MAX_PAIRS_SCALE
     dtype = "float32" if needs_float32 else problem.dtype

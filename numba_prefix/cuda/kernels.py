@@ -29,7 +29,8 @@ class Kernel:
 
 
 def attention_kernel(device: Device, problem: Problem, operands: Operands, out_dtype: str) -> Kernel:
-    """The first family that this GPU can run: tensor cores for 16-bit numbers, else plain arithmetic.
+    """The first family that this GPU can run: tensor cores for 16-bit numbers, else plain
+    arithmetic.
 
     Raises TargetUnavailableError if blocks may not have enough shared memory for any."""
     spec = KernelSpec(

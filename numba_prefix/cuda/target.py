@@ -61,7 +61,8 @@ class Bound:
     copies: list[Tensor]  # copies that torch made of arrays on `copied_on`
     copied_on: int
     streams: set[int] = field(default_factory=set)  # run on so far
-    # Each run takes one and puts it back: runs of several threads, or within a signal handler, have different workspaces.
+    # Each run takes one and puts it back: runs of several threads, or within a signal handler, have
+    # different workspaces.
     spare: list[Parameters] = field(default_factory=list)
 
 
@@ -167,8 +168,9 @@ def plan(
 def bind(
     plan: CudaPlan, problem: Problem, operands: Operands, out: Tensor, lse: Tensor | None, stream: int, memory: Any
 ) -> Bound:
-    """operands: of the plan's shapes, each with a dense last axis. out: of the inputs' dtype or float32. memory: what keeps the
-    arrays alive. stream: the one that the first run is expected on."""
+    """operands: of the plan's shapes, each with a dense last axis. out: of the inputs' dtype or
+    float32. memory: what keeps the arrays alive. stream: the one that the first run is expected on.
+    """
     device = plan.device
     with device.current(may_capture=True):
         params = Params._make([0] * len(Params._fields))
@@ -237,10 +239,11 @@ def _copies_of_torch(operands: Operands) -> list[Tensor]:
 
 
 def run(plan: CudaPlan, bound: Bound, workspace: Any, stream: int, owner: Any = None) -> None:
-    """Launches what `bound` is about on a stream, which belongs to `owner`; waits for it only with validate="wait".
+    """Launches what `bound` is about on a stream, which belongs to `owner`; waits for it only with
+    validate="wait".
 
-    workspace: device memory of at least bound.workspace_bytes, as an array of any library; None: some is taken for the run.
-    Raises ValueError for a bad block id that an earlier run has met.
+    workspace: device memory of at least bound.workspace_bytes, as an array of any library; None:
+    some is taken for the run. Raises ValueError for a bad block id that an earlier run has met.
     """
     device = plan.device
     address = _workspace_address(workspace, bound.workspace_bytes, bound.operands.q.device)
@@ -303,7 +306,8 @@ def _workspace_address(given: Any, num_bytes: int, device: str) -> int:
 
 
 def settle(plan: CudaPlan, dense: Operands, target: Tensor, out: Tensor, stream: int) -> None:
-    """After a run on copies that were made for it. torch's current stream is the one that it was launched on."""
+    """After a run on copies that were made for it. torch's current stream is the one that it was
+    launched on."""
     if target is not out:
         if out.kind != "torch":
             raise ValueError(f"out: got stride {out.strides[-1]} on the last axis, expected 1")
@@ -314,7 +318,8 @@ def settle(plan: CudaPlan, dense: Operands, target: Tensor, out: Tensor, stream:
 
 
 def refuse_capture(stream: int, q: Tensor) -> None:
-    """Raise ValueError for a stream that is being captured: a graph would use the memory of a plan that is gone by then."""
+    """Raise ValueError for a stream that is being captured: a graph would use the memory of a plan
+    that is gone by then."""
     device = get_device(_ordinal(q.device))
     with device.current():
         if device.is_capturing(stream):
@@ -333,8 +338,8 @@ def check(plan: CudaPlan) -> None:
 
 
 class _Pending(threading.local):
-    """Plans of calls that are over, each with an event after its run: their block tables are judged at the thread's next call,
-    since nobody else can ask."""
+    """Plans of calls that are over, each with an event after its run: their block tables are judged
+    at the thread's next call, since nobody else can ask."""
 
     def __init__(self) -> None:
         self.calls: list[tuple[CudaPlan, int]] = []

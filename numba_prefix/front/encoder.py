@@ -46,7 +46,8 @@ def prefix_encoder(
     validate: str = "full",
     held_blocks: Any = None,
 ) -> Any:
-    """Attention of packed variable-length queries over a paged KV cache; ATB's SelfAttention PrefixEncoder.
+    """Attention of packed variable-length queries over a paged KV cache; ATB's SelfAttention
+    PrefixEncoder.
 
     query         float16, bfloat16 or float32 [num_tokens, head_num, head_size] or [num_tokens, head_num * head_size]
     key, value    as query, [num_blocks, block_size, kv_head_num, head_size] (or the last two joined): the paged cache
@@ -72,9 +73,10 @@ def prefix_encoder(
     held_blocks   None, or bool [batch, max_block_num] on the host: attend to the keys of these blocks of each sequence
                   only, each at its own position; entries of block_tables for other blocks may hold anything
 
-    All arrays are in one memory: the CPU's, or one GPU's. Returns out, or (out, lse), of the caller's kind (NumPy, torch,
-    …). Raises TypeError and ValueError naming the argument, before anything is computed, and TargetUnavailableError for a
-    target that cannot run. Into a CUDA graph only the two-phase form is captured.
+    All arrays are in one memory: the CPU's, or one GPU's. Returns out, or (out, lse), of the
+    caller's kind (NumPy, torch, …). Raises TypeError and ValueError naming the argument, before
+    anything is computed, and TargetUnavailableError for a target that cannot run. Into a CUDA graph
+    only the two-phase form is captured.
     """
     check_choice("validate", validate, VALIDATE)
     check_flag("return_lse", return_lse)
@@ -104,9 +106,10 @@ def plan_partial(
     context: Context,
     **options: Any,
 ) -> Op:
-    """An operation over a part of the keys, to be merged with others over the rest: its out is float32 whatever the inputs
-    are, its lse leaves out the part_shift that all parts share. options: mask_type, mask, slopes, head_num, kv_head_num,
-    qk_scale. Arguments, kinds of arrays and errors are those of prefix_encoder."""
+    """An operation over a part of the keys, to be merged with others over the rest: its out is
+    float32 whatever the inputs are, its lse leaves out the part_shift that all parts share.
+    options: mask_type, mask, slopes, head_num, kv_head_num, qk_scale. Arguments, kinds of arrays
+    and errors are those of prefix_encoder."""
     problem, operands = static_problem(query, key, value, block_tables, **options)
     lengths, held = check_lengths(problem, seq_len, kv_seq_len), check_held_blocks(problem, held_blocks)
     return Op(problem, operands, lengths, context, return_lse=True, held_blocks=held, is_part=True)
@@ -130,8 +133,8 @@ def self_attention_prefix_encoder_get_workspace_size(
 ) -> tuple[int, Op]:
     """First phase of the two-phase form, in ATB's argument order: validate and plan.
 
-    Arguments are those of prefix_encoder; attn_out is required. Returns the exact size of the workspace in bytes and the
-    operation to run, which keeps the arrays alive.
+    Arguments are those of prefix_encoder; attn_out is required. Returns the exact size of the
+    workspace in bytes and the operation to run, which keeps the arrays alive.
     """
     problem, operands = static_problem(
         query, key, value, block_tables, mask=mask, slopes=slopes, out=attn_out, mask_type=mask_type,
@@ -147,11 +150,12 @@ def self_attention_prefix_encoder_get_workspace_size(
 def self_attention_prefix_encoder(workspace: Any, workspace_size: int, op: Op, context: Context | None = None) -> None:
     """Second phase: run `op`, writing its attn_out.
 
-    workspace: a writable buffer (bytearray, NumPy or torch array of any dtype, …) of at least workspace_size bytes, at any
-    alignment, in the memory of the arrays. workspace_size: what the first phase returned. A context given here has to name
-    the same target; its num_threads can take threads away from the number planned, not add any, its stream is this run's.
-    On a GPU this only launches kernels, also into a CUDA graph that is being captured; a bad block id that an earlier run
-    has met is a ValueError (Op.check waits for what was run).
+    workspace: a writable buffer (bytearray, NumPy or torch array of any dtype, …) of at least
+    workspace_size bytes, at any alignment, in the memory of the arrays. workspace_size: what the
+    first phase returned. A context given here has to name the same target; its num_threads can take
+    threads away from the number planned, not add any, its stream is this run's. On a GPU this only
+    launches kernels, also into a CUDA graph that is being captured; a bad block id that an earlier
+    run has met is a ValueError (Op.check waits for what was run).
     """
     if not isinstance(op, Op):
         raise TypeError(f"op: got {type(op).__name__}, expected the operation that the first phase returned")

@@ -1,4 +1,5 @@
-"""A planned operation: what it is for, the target that it runs on, and the arrays that it is bound to."""
+"""A planned operation: what it is for, the target that it runs on, and the arrays that it is bound
+to."""
 
 from __future__ import annotations
 
@@ -21,15 +22,18 @@ POOLS = ("own", "torch")
 
 @dataclass(frozen=True, slots=True)
 class Context:
-    """How to run, apart from what: `target` ("auto", "cpu", "cuda", "reference"), `num_threads` (CPU; None: all that the
-    process may use; never more than set_num_threads and NUMBA_PREFIX_NUM_THREADS allow) and `stream` (CUDA: an integer
-    handle, or a stream of torch, CuPy, Numba or another library with `__cuda_stream__`, which has to live as long as what was
-    planned with it; None: the current one of torch or CuPy if the arrays are theirs, else the legacy default stream).
+    """How to run, apart from what: `target` ("auto", "cpu", "cuda", "reference"), `num_threads`
+    (CPU; None: all that the process may use; never more than set_num_threads and
+    NUMBA_PREFIX_NUM_THREADS allow) and `stream` (CUDA: an integer handle, or a stream of torch,
+    CuPy, Numba or another library with `__cuda_stream__`, which has to live as long as what was
+    planned with it; None: the current one of torch or CuPy if the arrays are theirs, else the
+    legacy default stream).
 
-    pool, on the CPU: whose threads help the caller's. "own": ones that sleep between calls. "torch": those of PyTorch's
-    OpenMP, which are awake for milliseconds after each of its operations, and in the way of any others: for calls between
-    such operations, on their thread. Where they cannot be had (in a forked process, with an OpenMP that is not GNU's, fewer
-    than asked for) it is the same as "own"."""
+    pool, on the CPU: whose threads help the caller's. "own": ones that sleep between calls.
+    "torch": those of PyTorch's OpenMP, which are awake for milliseconds after each of its
+    operations, and in the way of any others: for calls between such operations, on their thread.
+    Where they cannot be had (in a forked process, with an OpenMP that is not GNU's, fewer than
+    asked for) it is the same as "own"."""
 
     target: str = "auto"
     num_threads: int | None = None
@@ -38,8 +42,9 @@ class Context:
 
 
 class Op:
-    """A planned operation. It can be run again, and bound to other arrays of the same shapes and dtypes: one plan serves
-    all layers of a network. On a GPU it has to live as long as CUDA graphs that its runs were captured into."""
+    """A planned operation. It can be run again, and bound to other arrays of the same shapes and
+    dtypes: one plan serves all layers of a network. On a GPU it has to live as long as CUDA graphs
+    that its runs were captured into."""
 
     def __init__(
         self,
@@ -92,16 +97,18 @@ class Op:
         return self.planned.workspace_bytes
 
     def run(self, workspace: Any = None) -> None:
-        """Compute, writing out. workspace None: a buffer kept for the calling thread, or device memory for this run.
+        """Compute, writing out. workspace None: a buffer kept for the calling thread, or device
+        memory for this run.
 
-        Arrays are read in place, so later contents count; but block tables that aren't int32 and misaligned arrays are
-        copied when planned and bound, and slopes in host memory are copied to a GPU then. Raises ValueError for a bad block
-        id that was put into a table since; on a GPU, where runs are only begun, for one that an earlier run has met."""
+        Arrays are read in place, so later contents count; but block tables that aren't int32 and
+        misaligned arrays are copied when planned and bound, and slopes in host memory are copied to
+        a GPU then. Raises ValueError for a bad block id that was put into a table since; on a GPU,
+        where runs are only begun, for one that an earlier run has met."""
         self.planned.run(workspace)
 
     def check(self) -> None:
-        """Wait for the runs so far; raises ValueError for a bad block id that one of them, or a CUDA graph that is done, has met.
-        On the CPU runs are done and have raised it themselves."""
+        """Wait for the runs so far; raises ValueError for a bad block id that one of them, or a
+        CUDA graph that is done, has met. On the CPU runs are done and have raised it themselves."""
         self.planned.check()
 
     def rebind(
@@ -115,10 +122,11 @@ class Op:
         slopes: Any = None,
         attn_out: Any = None,
     ) -> Op:
-        """Take other arrays for the next run, of the same shapes, dtypes and device; those left out stay. Returns self.
+        """Take other arrays for the next run, of the same shapes, dtypes and device; those left out
+        stay. Returns self.
 
-        Raises TypeError and ValueError as planning did; block ids are checked for a new table or a smaller cache. After an
-        error the operation is bound as before."""
+        Raises TypeError and ValueError as planning did; block ids are checked for a new table or a
+        smaller cache. After an error the operation is bound as before."""
         old = self._operands
         kept = {"q": query, "k_cache": key, "v_cache": value, "block_tables": block_tables, "mask": mask}
         kept |= {"slopes": slopes, "out": attn_out}

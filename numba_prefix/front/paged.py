@@ -1,4 +1,5 @@
-"""Beside the operator: writing new tokens into the paged cache, and merging attention over disjoint key ranges."""
+"""Beside the operator: writing new tokens into the paged cache, and merging attention over disjoint
+key ranges."""
 
 from __future__ import annotations
 
@@ -80,12 +81,14 @@ def _rows_and_cache(new: Tensor, cache: Tensor, num_tokens: int) -> tuple[Any, A
 
 
 def merge_states(out_a: Any, lse_a: Any, out_b: Any, lse_b: Any) -> tuple[Any, Any]:
-    """Attention over two disjoint sets of keys as attention over both, from outputs and natural log-sum-exps.
+    """Attention over two disjoint sets of keys as attention over both, from outputs and natural
+    log-sum-exps.
 
     out_a, out_b  float16, bfloat16 or float32 [num_tokens, head_num, head_size] (or the last two joined)
     lse_a, lse_b  float32 [num_tokens, head_num]; -inf for a row that saw nothing
 
-    Returns (out, lse) of the caller's kind: out in out_a's dtype, lse float32. Raises TypeError and ValueError.
+    Returns (out, lse) of the caller's kind: out in out_a's dtype, lse float32. Raises TypeError and
+    ValueError.
     """
     a, b, la, lb = (describe(x, n) for x, n in ((out_a, "out_a"), (out_b, "out_b"), (lse_a, "lse_a"), (lse_b, "lse_b")))
     _check_states(a, b, la, lb)

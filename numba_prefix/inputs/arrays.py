@@ -150,8 +150,8 @@ def contiguous_strides(shape: tuple[int, ...]) -> tuple[int, ...]:
 
 @lru_cache(maxsize=1024)
 def span(shape: tuple[int, ...], strides: tuple[int, ...]) -> tuple[int, int]:
-    """First and one-past-last element touched, relative to element [0, …, 0]; (0, 0) for an empty
-    array."""
+    """First and one-past-last element touched, relative to element [0, …, 0]; (0, 0) for no
+    elements."""
     if 0 in shape:
         return 0, 0
     reach = [(n - 1) * s for n, s in zip(shape, strides, strict=True)]

@@ -40,7 +40,7 @@ def _are_short_lists(*lengths: Any) -> bool:
 def _known_lengths(
     problem: Problem, seq_len: tuple[int, ...], kv_seq_len: tuple[int, ...]
 ) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """Checked lengths, cached because all layers of a network pass the same ones: 4 us instead of
+    """Checked lengths, cached since all layers of a network pass the same ones: 4 us instead of
     23."""
     lengths = _check_lengths(problem, seq_len, kv_seq_len)
     for array in lengths:

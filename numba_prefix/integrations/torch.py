@@ -50,8 +50,7 @@ def _no_gradient(ctx: Any, *gradients: Any) -> Any:
 
 
 def _refuse_gradient(ctx: Any, inputs: Any, output: Any) -> None:
-    """Refuse an input that requires a gradient which is being recorded: torch calls this for
-    one."""
+    """Refuse an input whose gradient is being recorded: torch calls this for one."""
     raise RuntimeError("numba_prefix computes no gradient: expected torch.no_grad(), or inputs that require none")
 
 

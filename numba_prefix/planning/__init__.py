@@ -1,2 +1,1 @@
-"""The part of planning that is the same for all targets: lengths become tables, parameters and
-bytes."""
+"""The planning that all targets share: lengths become tables, parameters and bytes."""

@@ -1,5 +1,5 @@
-"""Kernel parameters that describe a call's arrays, for every target: their names, order and
-values."""
+"""Kernel parameters that describe a call's arrays: their names, order and values on every
+target."""
 
 from __future__ import annotations
 

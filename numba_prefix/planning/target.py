@@ -1,4 +1,4 @@
-"""The seam between an operation and its target: the options of a plan, the methods of every target."""
+"""The seam between an operation and its target: options of a plan, methods of every target."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ class Target(ABC):
 
     @abstractmethod
     def run(self, workspace: Any, num_threads: int | None = None, stream: Any = None) -> None:
-        """Check the block tables, unless planning has just done it, and compute; on a GPU, begin to.
+        """Check the block tables, unless planning just did, and compute; on a GPU, begin to.
 
         workspace: the caller's, of at least workspace_bytes; None: memory of the target's own.
         num_threads and stream: for this run alone; None: as planned.

@@ -1,5 +1,4 @@
-"""The tables that a plan is made of: a call's sequences, the runs of their held keys, and the work
-items."""
+"""The tables of a plan: a call's sequences, the runs of their held keys, and the work items."""
 
 from __future__ import annotations
 
@@ -61,6 +60,6 @@ def cut_work(
 
 
 def visible_beside(problem: Problem) -> tuple[int, int]:
-    """LEFT and RIGHT of the sequence table: the number of keys that a row sees before and after its
-    own position."""
+    """LEFT and RIGHT of the sequence table: numbers of keys seen before and after a row's
+    position."""
     return tiling.NO_LIMIT, 0 if problem.is_causal else tiling.NO_LIMIT

@@ -28,8 +28,7 @@ F32_BYTES = 4
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """Byte offsets from the first aligned byte, and the bytes that a buffer of any alignment
-    needs."""
+    """Byte offsets from the first aligned byte, and the bytes of a buffer of any alignment."""
 
     arrivals: int
     partials: int

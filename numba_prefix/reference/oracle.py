@@ -254,8 +254,7 @@ class _Biases:
 
 
 def _softmax_average(scores: _Floats, visible: NDArray[np.bool_], values: _Floats) -> tuple[_Floats, _Floats]:
-    """softmax(scores) @ values over the visible keys, [rows, head_size], and log sum exp,
-    [rows]."""
+    """softmax(scores) @ values over the visible keys, [rows, head_size], and their lse, [rows]."""
     scores = np.where(visible, scores, -np.inf)
     row_max = scores.max(axis=1, keepdims=True)
     is_empty = np.isneginf(row_max)

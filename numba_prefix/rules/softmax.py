@@ -34,7 +34,7 @@ def shift_of(m_i: Any) -> Any:
 
 
 def rescale(m_old: Any, shift: Any, unit_log2: Any) -> Any:
-    """`alpha`: the factor that takes l_i and acc from the old max to the new one; 0 for an empty
+    """`alpha`: the factor that takes l_i and acc from the old max to the new; 0 for an empty
     state."""
     return exp2_scaled(m_old - shift, unit_log2)
 

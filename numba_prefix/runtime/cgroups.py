@@ -24,7 +24,7 @@ def cpu_quota(proc: Path = Path("/proc/self"), usual: Path = Path("/sys/fs/cgrou
 
 
 def _groups(proc: Path, usual: Path) -> Iterator[Path]:
-    """Directories of this process's groups and of the groups above them, as far as they are mounted
+    """Directories of this process's groups and of those above them, as far as they are mounted
     here."""
     paths = {
         controller: path

@@ -1,5 +1,4 @@
-"""Stops compilations at interpreter exit: tearing a compiler down under a thread that compiles
-crashes."""
+"""Stops compilations at interpreter exit: tearing down a compiler that a thread is in crashes."""
 
 from __future__ import annotations
 

@@ -14,8 +14,7 @@ from collections.abc import Callable
 
 
 class _Job:
-    """One call's work: helpers may join until it is closed; the caller waits for those that
-    joined."""
+    """One call's work: helpers may join until it is closed; the caller waits for those inside."""
 
     def __init__(self, task: Callable[[int], None]) -> None:
         self.task = task

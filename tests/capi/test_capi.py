@@ -146,7 +146,8 @@ def test_nothing_to_do() -> None:
 
 @pytest.mark.parametrize("num_threads", [1, 3])
 def test_exact_workspace(num_threads: int) -> None:
-    """Exactly that many bytes at odd alignments, nothing around them or around the output; the size is Python's."""
+    """Exactly that many bytes at odd alignments, nothing around them or around the output; the size
+    is Python's."""
     case = make_case([130, 1], [190, 3000], head_num=4, kv_head_num=2, dtype="bfloat16")
     expected = run(case, "cpu")
     around = np.full(case.query.size + 2 * GUARD, 7, case.query.dtype)
@@ -181,7 +182,8 @@ def test_exact_workspace(num_threads: int) -> None:
 
 
 def test_operation_runs_again_and_is_planned_anew() -> None:
-    """With other contents, with other arguments behind the same handle; an error leaves it as it was."""
+    """With other contents, with other arguments behind the same handle; an error leaves it as it
+    was."""
     case, other = small(), small(seed=1, dtype="float32")
     out, other_out = nan_like(case.query), nan_like(other.query)
     _, size, op = plan(problem(case, out))
@@ -265,7 +267,8 @@ HUGE = 2**62
 DTYPE, DIM, SIZE = Status.ERROR_INVALID_TENSOR_DTYPE, Status.ERROR_INVALID_TENSOR_DIM, Status.ERROR_INVALID_TENSOR_SIZE
 ADDR, DIM_NUM, PARAM = Status.ERROR_INVALID_TENSOR_ADDR, Status.ERROR_INVALID_TENSOR_DIM_NUM, Status.ERROR_INVALID_PARAM
 REQUIRED = ("query", "key", "value", "blockTables", "seqLen", "kvSeqLen", "attnOut")
-# Argument, what it becomes (a descriptor's fields, an array, or a value), status, and the beginning of the text.
+# Argument, what it becomes (a descriptor's fields, an array, or a value), status, and the beginning
+# of the text.
 REFUSED: list[tuple[str, Any, Status, str]] = [
     *[(name, None, ADDR, r"\w+: got NULL, expected a tensor") for name in REQUIRED],
     *[(name, {"data": None}, ADDR, r"\w+: got NULL for data") for name in REQUIRED],

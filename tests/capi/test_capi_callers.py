@@ -70,12 +70,14 @@ def caller(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.mark.parametrize("mode", ["threads", "signal", "after"])
 def test_caller_in_c(caller: Path, mode: str) -> None:
-    """Threads of its own; a signal while it runs, which Python must not lose; calls after the interpreter's end."""
+    """Threads of its own; a signal while it runs, which Python must not lose; calls after the
+    interpreter's end."""
     assert run_script("c_callers.py", mode, caller, stderr=subprocess.STDOUT) == "right\n"
 
 
 @pytest.mark.skipif(sys.platform == "win32", reason="no fork, no signals to catch")
 @pytest.mark.parametrize("mode", ["ctrl_c", "fork"])
 def test_calls_through_ctypes(mode: str) -> None:
-    """Ctrl-C during the computation ends the call soon, and is raised where C returns to; and calls in a forked child."""
+    """Ctrl-C during the computation ends the call soon, and is raised where C returns to; and calls
+    in a forked child."""
     assert run_script("c_callers.py", mode, stderr=subprocess.STDOUT) == "right\n"

@@ -1,4 +1,5 @@
-"""Descriptors that make no sense: the C functions answer with a status and a text, and never crash or raise."""
+"""Descriptors that make no sense: the C functions answer with a status and a text, and never crash
+or raise."""
 
 from __future__ import annotations
 
@@ -50,7 +51,8 @@ class Room:
 
 @st.composite
 def descriptors(draw: Any) -> dict[str, Any] | None:
-    """Fields that differ from a sound descriptor's; None for no descriptor. Small numbers stay inside a room."""
+    """Fields that differ from a sound descriptor's; None for no descriptor. Small numbers stay
+    inside a room."""
     if draw(st.integers(0, 9)) == 0:
         return None
     changes: dict[str, Any] = {}
@@ -92,7 +94,8 @@ def changed(room: Room, changes: dict[str, Any] | None) -> Any:
 def test_senseless_calls(
     changes: dict[str, Any], numbers: dict[str, Any], context: Any, less: int, bad_handle: int | None
 ) -> None:
-    """Each call gives a known status, with a text if it is an error; and the next sound problem is right."""
+    """Each call gives a known status, with a text if it is an error; and the next sound problem is
+    right."""
     mask, slopes = np.zeros((256, 256), np.float16), np.full(4, 0.5, np.float32)
     sound = {"mask": mask, "slopes": slopes} if numbers.get("maskType") in (3, 4, 5) else {}
     arguments = problem(GOOD, np.zeros_like(GOOD.query), **numbers)
@@ -128,7 +131,8 @@ def answered(status: int) -> None:
 
 @pytest.mark.skipif(sys.maxsize < 2**32, reason="a number of a 64-bit address space")
 def test_a_nasty_number_is_refused_whatever_the_type() -> None:
-    """2**62 elements of one byte fit an address space in principle; planning does not try to copy them."""
+    """2**62 elements of one byte fit an address space in principle; planning does not try to copy
+    them."""
     table = tensor(np.zeros(4, np.int8), dims=[2, 2**61], num_dims=2)
     status, _, _ = plan(problem(GOOD, np.zeros_like(GOOD.query), blockTables=table))
     answered(status)

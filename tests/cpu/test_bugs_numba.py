@@ -1,4 +1,5 @@
-"""Public bug reports of this field as cases, D23 to D31 of tests/semantics/bugs.md: threads, caches, compilation in services."""
+"""Public bug reports of this field as cases, D23 to D31 of tests/semantics/bugs.md: threads,
+caches, compilation in services."""
 
 from __future__ import annotations
 
@@ -49,7 +50,8 @@ def expected() -> str:
     ],
 )
 def test_d24_thread_cap(mode: str, changes: dict[str, str]) -> None:
-    """numba#10491, abTEM PR#441: the cap holds in pool threads too, and Numba's own mask stays the caller's."""
+    """numba#10491, abTEM PR#441: the cap holds in pool threads too, and Numba's own mask stays the
+    caller's."""
     run_script("thread_caps.py", mode, env=environment(**changes))
 
 
@@ -62,7 +64,8 @@ def test_d24_affinity_is_the_cap() -> None:
 
 
 def bound_by_permissions() -> None:
-    """Root writes where it pleases; without this capability it is stopped by permissions as anybody is."""
+    """Root writes where it pleases; without this capability it is stopped by permissions as anybody
+    is."""
     if os.geteuid() == 0:
         ctypes.CDLL(None).prctl(PR_CAPBSET_DROP, CAP_DAC_OVERRIDE, 0, 0, 0)
 
@@ -115,7 +118,8 @@ def test_d25_read_only_install(layer: str, uncached: dict[str, Any], read_only_i
 
 @pytest.fixture(scope="module")
 def from_zip(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, Any], Path, Path]:
-    """The package in a zip archive, a NUMBA_CACHE_DIR that cannot be written, and Ctrl-C during the first call."""
+    """The package in a zip archive, a NUMBA_CACHE_DIR that cannot be written, and Ctrl-C during the
+    first call."""
     top = tmp_path_factory.mktemp("zip")
     archive, cache = top / "site.zip", top / "cache"
     with zipfile.ZipFile(archive, "w") as z:
@@ -138,7 +142,8 @@ def test_d25_import_from_a_zip(layer: str, from_zip: tuple[dict[str, Any], Path,
 
 
 def test_first_call_interrupted(from_zip: tuple[dict[str, Any], Path, Path], expected: str) -> None:
-    """From the import of Numba to the last compiler pass: each Ctrl-C was raised, and what it left was whole."""
+    """From the import of Numba to the last compiler pass: each Ctrl-C was raised, and what it left
+    was whole."""
     with fault("ctrl_c_first"):
         result = from_zip[0]
         assert result["interrupted"] > 10
@@ -147,8 +152,9 @@ def test_first_call_interrupted(from_zip: tuple[dict[str, Any], Path, Path], exp
 
 @pytest.fixture(scope="module")
 def filled_cache(read_only_install: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, str]]:
-    """A NUMBA_CACHE_DIR that a process per layer found empty and filled at the same time, in each eight threads that make
-    the first call together (D23: numba#2804, #908); and what each of them wrote."""
+    """A NUMBA_CACHE_DIR that a process per layer found empty and filled at the same time, in each
+    eight threads that make the first call together (D23: numba#2804, #908); and what each of them
+    wrote."""
     cache = tmp_path_factory.mktemp("cache")
     changes = {"NUMBA_CACHE_DIR": str(cache), "LD_LIBRARY_PATH": library_path(), "NUMBA_NUM_THREADS": "2"}
     started = {
@@ -179,7 +185,8 @@ def test_d26_first_calls_at_once(layer: str, filled_cache: tuple[Path, dict[str,
 def test_d26_cold_start_of_several_processes(
     filled_cache: tuple[Path, dict[str, str]], read_only_install: Path, expected: str, threads: str
 ) -> None:
-    """numba#4807, #7518, and D25 with NUMBA_CACHE_DIR: what they left is used by the next, with any thread count."""
+    """numba#4807, #7518, and D25 with NUMBA_CACHE_DIR: what they left is used by the next, with any
+    thread count."""
     cache, _ = filled_cache
     assert [path for path in cache.rglob("*") if path.is_file()]
     changes = {"NUMBA_CACHE_DIR": str(cache), "NUMBA_NUM_THREADS": threads}
@@ -210,7 +217,8 @@ def cache_of_other_ways(tmp_path_factory: pytest.TempPathFactory) -> str:
 @pytest.mark.parametrize("variable", OTHER_WAYS)
 @pytest.mark.parametrize("layer", LAYERS)
 def test_d30_other_ways_to_run(layer: str, variable: str, cache_of_other_ways: str) -> None:
-    """numba#9638, #8028: with bounds checks, and with JIT switched off for the user's functions: the same answers."""
+    """numba#9638, #8028: with bounds checks, and with JIT switched off for the user's functions:
+    the same answers."""
     dtypes = [] if layer == ANY_LAYER else ["float16"]
     with fault(variable.removeprefix("NUMBA_").lower(), layer):
         env = under(layer, NUMBA_CACHE_DIR=cache_of_other_ways, **{variable: "1"})

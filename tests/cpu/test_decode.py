@@ -1,4 +1,5 @@
-"""Batches of few rows (decode), in which a work item takes several kv heads in turns. None of that may show."""
+"""Batches of few rows (decode), in which a work item takes several kv heads in turns. None of that
+may show."""
 
 from __future__ import annotations
 
@@ -59,7 +60,8 @@ def test_masks(form: str) -> None:
 
 
 def test_heads_keep_to_themselves() -> None:
-    """A NaN in one head's keys, and an infinite value in another's that one row of two sees, reach no other head's rows."""
+    """A NaN in one head's keys, and an infinite value in another's that one row of two sees, reach
+    no other head's rows."""
     case = case_of()
     key, value = case.key.copy(), case.value.copy()
     page, slot = divmod(KV_LEN[5] - 1, 16)

@@ -1,4 +1,5 @@
-"""What the compiler made of the kernel: single precision throughout, vector loops, nothing spilled in a micro-kernel."""
+"""What the compiler made of the kernel: single precision throughout, vector loops, nothing spilled
+in a micro-kernel."""
 
 from __future__ import annotations
 
@@ -19,7 +20,8 @@ IS_X86 = platform.machine().lower() in ("x86_64", "amd64")
 
 @pytest.fixture(scope="module")
 def compiled() -> tuple[str, str]:
-    """(LLVM IR, assembly) of the tile loop, compiled afresh: code from the cache can't be read back."""
+    """(LLVM IR, assembly) of the tile loop, compiled afresh: code from the cache can't be read
+    back."""
     fresh = jit.kernel(work_loop.drain.py_func)
     fresh._cache.load_overload = lambda *_: None
     query, cache = np.ones((1, 1, 16), np.float32), np.ones((1, 4, 1, 16), np.float32)
@@ -47,7 +49,8 @@ def test_no_fast_math(compiled: tuple[str, str]) -> None:
 @pytest.mark.skipif(not IS_X86, reason="reads x86 assembly")
 @pytest.mark.skipif("fma" not in features(), reason="the micro-kernel's loops are found by their fused multiply-adds")
 def test_micro_kernel_loops(compiled: tuple[str, str]) -> None:
-    """Loops of fused multiply-adds: on whole vectors, in the widest registers, and nothing goes through the stack."""
+    """Loops of fused multiply-adds: on whole vectors, in the widest registers, and nothing goes
+    through the stack."""
     _, assembly = compiled
     loops = [block for block in inner_loops(assembly) if sum("vfmadd" in line for line in block) >= 8]
     assert len(loops) >= 12  # score and output products, and those for few rows in three dtypes

@@ -1,4 +1,5 @@
-"""The same tests with LLVM kept to the instructions of older x86 CPUs, each in a process of its own."""
+"""The same tests with LLVM kept to the instructions of older x86 CPUs, each in a process of its
+own."""
 
 from __future__ import annotations
 
@@ -37,7 +38,8 @@ SUITES = {
 
 
 def is_this_one(cpu: str) -> bool:
-    """Whether all of the tests here run on such a CPU anyway, as what LLVM sees has no more than its registers."""
+    """Whether all of the tests here run on such a CPU anyway, as what LLVM sees has no more than
+    its registers."""
     from llvmlite import binding
 
     features = binding.get_host_cpu_features()

@@ -1,6 +1,7 @@
 """Instruction-set paths: which one a call takes, and that each computes the same operator.
 
-Paths that this CPU lacks run with their instructions imitated (emulated.py), and are compiled for a CPU that has them.
+Paths that this CPU lacks run with their instructions imitated (emulated.py), and are compiled for a
+CPU that has them.
 """
 
 from __future__ import annotations
@@ -142,7 +143,8 @@ class TestChoice:
         )
 
     def test_a_wrong_result_is_noticed(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        """The probe's own problem, through path vector: right as it is, wrong with every output a bit off."""
+        """The probe's own problem, through path vector: right as it is, wrong with every output a
+        bit off."""
         right = target._compute
 
         def compute(*arguments: Any) -> None:
@@ -181,7 +183,8 @@ class TestChoice:
             isa._best_from.cache_clear()
 
     def test_features_are_those_that_code_is_compiled_with(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        """Else a kernel would name instructions that LLVM was told not to use, at which it ends the process."""
+        """Else a kernel would name instructions that LLVM was told not to use, at which it ends the
+        process."""
         from numba.core import config
 
         monkeypatch.setattr(config, "ENABLE_AVX", 0)
@@ -236,7 +239,8 @@ class TestChoice:
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 class TestResults:
-    """Around the sizes that paths for pairs work in: 16 rows, 32 rows, 2 and 32 keys, 128 keys, 32 dimensions."""
+    """Around the sizes that paths for pairs work in: 16 rows, 32 rows, 2 and 32 keys, 128 keys, 32
+    dimensions."""
 
     LENGTHS = ((9, 17, 33, 64, 130, 5, 40), (9, 48, 160, 129, 257, 127, 289))
 
@@ -245,8 +249,8 @@ class TestResults:
         check(make_case(*self.LENGTHS, head_num=2, kv_head_num=1, head_size=head_size, dtype=dtype), "cpu")
 
     def test_tall_tiles(self, dtype: str, monkeypatch: pytest.MonkeyPatch) -> None:
-        """Tiles of 512 rows where there are enough, keys packed 512 at a time: around the ends of both, and of 128 keys. No bit
-        depends on how tall they are."""
+        """Tiles of 512 rows where there are enough, keys packed 512 at a time: around the ends of
+        both, and of 128 keys. No bit depends on how tall they are."""
         case = make_case((530, 40, 9), (1100, 513, 1024), head_num=8, kv_head_num=8, head_size=16, dtype=dtype)
         check(case, "cpu")
         tall = run(case, "cpu")

@@ -48,7 +48,8 @@ MODULES = {module_of(path): path for path in FILES}
 
 
 def imported_modules(path: Path) -> set[str]:
-    """Modules of the package that a file imports, wherever in it: by `import a.b`, `from a.b import c` or `from a import b`."""
+    """Modules of the package that a file imports, wherever in it: by `import a.b`, `from a.b import
+    c` or `from a import b`."""
     found = set()
     for name in names(path, "numba_prefix"):
         while name not in MODULES:
@@ -87,7 +88,8 @@ def test_no_import_cycle() -> None:
 
 
 def test_modules_are_imported_by_name() -> None:
-    """What tools can't follow hides from the two laws above: a family of CUDA kernels is the one exception."""
+    """What tools can't follow hides from the two laws above: a family of CUDA kernels is the one
+    exception."""
     users = {path.name for path in FILES if "import_module(" in path.read_text(encoding="utf-8")}
     assert users <= {"compiler.py"}
 
@@ -136,7 +138,8 @@ def python(code: str) -> str:
 
 
 def test_import_is_light() -> None:
-    """`import numba_prefix` brings neither Numba nor what the caller did not bring, and takes < 0.6 s (best of three)."""
+    """`import numba_prefix` brings neither Numba nor what the caller did not bring, and takes < 0.6
+    s (best of three)."""
     code = (
         "import sys, time; start = time.perf_counter(); import numba_prefix; took = time.perf_counter() - start\n"
         "print(took, *[m for m in ('numba', 'numba.cuda', 'llvmlite', 'torch', 'ml_dtypes') if m in sys.modules])"
@@ -147,7 +150,8 @@ def test_import_is_light() -> None:
 
 
 def test_second_process_is_fast() -> None:
-    """From the start of the interpreter to a first result < 2 s where the kernels are cached (best of three)."""
+    """From the start of the interpreter to a first result < 2 s where the kernels are cached (best
+    of three)."""
     code = (
         "import numpy as np, numba_prefix as nbp; x = np.ones((5, 2, 16), np.float16)\n"
         "cache = np.ones((3, 16, 2, 16), np.float16); tables = np.array([[1, 2]], np.int32)\n"

@@ -1,4 +1,5 @@
-"""Pages: they name only what exists, fit a screen, and the tables in them are where the programs that write them look."""
+"""Pages: they name only what exists, fit a screen, and the tables in them are where the programs
+that write them look."""
 
 from __future__ import annotations
 
@@ -39,7 +40,8 @@ def named_paths(text: str) -> set[str]:
 
 
 def exists(name: str, page: Path) -> bool:
-    """From the root, the page's folder or the package; a test's file name alone, in any folder of tests."""
+    """From the root, the page's folder or the package; a test's file name alone, in any folder of
+    tests."""
     if any((base / name).exists() for base in (ROOT, page.parent, ROOT / "numba_prefix")):
         return True
     return "/" not in name and any((ROOT / "tests").rglob(name))

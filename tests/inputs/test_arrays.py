@@ -1,4 +1,5 @@
-"""Reading other people's arrays: no copy, honest strides and dtypes, and one error per object that can't be read."""
+"""Reading other people's arrays: no copy, honest strides and dtypes, and one error per object that
+can't be read."""
 
 from __future__ import annotations
 
@@ -82,7 +83,8 @@ class HandMade:
 
 
 class CudaArray:
-    """An object whose only protocol is __cuda_array_interface__. The address is made up and never read."""
+    """An object whose only protocol is __cuda_array_interface__. The address is made up and never
+    read."""
 
     def __init__(self, **changes: Any) -> None:
         interface = {"shape": (2, 3), "typestr": "<f2", "data": (4096, False), "strides": None, "version": 3}

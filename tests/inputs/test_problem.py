@@ -1,4 +1,5 @@
-"""The validators: what is accepted, what is worked out from it, and one readable error for everything else."""
+"""The validators: what is accepted, what is worked out from it, and one readable error for
+everything else."""
 
 from __future__ import annotations
 

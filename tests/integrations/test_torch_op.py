@@ -1,4 +1,5 @@
-"""The operators of integrations/torch.py: values, schemas, graphs, gradients, and torch_npu's spelling."""
+"""The operators of integrations/torch.py: values, schemas, graphs, gradients, and torch_npu's
+spelling."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""PyTorch's threads lent for a call (Context.pool): the same bits, and nothing left behind, whatever ends the call."""
+"""PyTorch's threads lent for a call (Context.pool): the same bits, and nothing left behind,
+whatever ends the call."""
 
 from __future__ import annotations
 
@@ -40,8 +41,8 @@ def test_same_bits(num_threads: int) -> None:
 
 @pytest.mark.parametrize("mode", ["fork", "interrupted", "handled", "threads"])
 def test_ended(mode: str) -> None:
-    """In a process of its own, that has two threads of PyTorch: fork: a child of it; interrupted: Ctrl-C; handled: a call by
-    a signal handler; threads: calls of six threads."""
+    """In a process of its own, that has two threads of PyTorch: fork: a child of it; interrupted:
+    Ctrl-C; handled: a call by a signal handler; threads: calls of six threads."""
     said = run_script("torch_pool.py", mode).strip()
     if said != "right":
         pytest.skip(said)

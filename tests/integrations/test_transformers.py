@@ -1,4 +1,5 @@
-"""Attention of transformers models: the tokens and logits of `eager`, plans shared by layers, nothing gathered, refusals."""
+"""Attention of transformers models: the tokens and logits of `eager`, plans shared by layers,
+nothing gathered, refusals."""
 
 from __future__ import annotations
 
@@ -140,7 +141,8 @@ def test_chunks_of_a_prompt(kind: str) -> None:
 
 
 def test_layers_with_different_caches_share_a_mask() -> None:
-    """Padded sequences, kv heads that differ from layer to layer, keys that are no cache: each is addressed its own way."""
+    """Padded sequences, kv heads that differ from layer to layer, keys that are no cache: each is
+    addressed its own way."""
     from numba_prefix.integrations.transformers.attention import attend
     from numba_prefix.integrations.transformers.mask import lengths_mask
 

@@ -32,7 +32,8 @@ def plan(case: Case, kernel: str, **extra: Any) -> tuple[int, nbp.Op, np.ndarray
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("num_threads", [1, 2, 7])
 def test_exact_at_every_alignment(kernel: str, shape: str, num_threads: int) -> None:
-    """A buffer of exactly that many bytes works at all 64 alignments; no byte before or after it changes."""
+    """A buffer of exactly that many bytes works at all 64 alignments; no byte before or after it
+    changes."""
     case = SHAPES[shape]
     expected = run(case, kernel)
     size, op, out = plan(case, kernel, num_threads=num_threads)
@@ -61,7 +62,8 @@ def test_contents_do_not_matter(kernel: str, shape: str, fill: int) -> None:
 
 @pytest.mark.parametrize("shape", SHAPES)
 def test_one_byte_less(kernel: str, shape: str) -> None:
-    """One byte less, in the buffer or in the number: ValueError with both numbers, and out is not touched."""
+    """One byte less, in the buffer or in the number: ValueError with both numbers, and out is not
+    touched."""
     size, op, out = plan(SHAPES[shape], kernel)
     assert size > 0
     for buffer, told in ((size - 1, size), (size, size - 1)):
@@ -181,7 +183,8 @@ def test_rebind(kernel: str, shape: str) -> None:
 
 
 def test_rebind_checks(kernel: str) -> None:
-    """Another shape or dtype, or a bad table, is refused, and the operation still runs as it was bound."""
+    """Another shape or dtype, or a bad table, is refused, and the operation still runs as it was
+    bound."""
     case = SHAPES["odd"]
     size, op, out = plan(case, kernel)
     tables = case.block_tables.copy()

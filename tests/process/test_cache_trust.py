@@ -1,4 +1,5 @@
-"""Which cache files are loaded: they are code, so only those that this user or root alone can have written."""
+"""Which cache files are loaded: they are code, so only those that this user or root alone can have
+written."""
 
 from __future__ import annotations
 
@@ -97,7 +98,8 @@ def test_owners(
 
 @ROOT_ONLY
 def test_cache_of_an_image_for_another_user(cached: Path) -> None:
-    """Root fills a cache; a process of another user, which can only read it, has its code from there."""
+    """Root fills a cache; a process of another user, which can only read it, has its code from
+    there."""
     pid = os.fork()
     if pid == 0:
         status = 1

@@ -1,4 +1,5 @@
-"""Arguments and files that make no sense: only documented exceptions and exit codes come of them, and nothing crashes."""
+"""Arguments and files that make no sense: only documented exceptions and exit codes come of them,
+and nothing crashes."""
 
 from __future__ import annotations
 
@@ -141,7 +142,8 @@ def good() -> np.ndarray:
 
 
 def attempt(call: Callable[[], Any]) -> str:
-    """What came of it: "done", or the name of a documented exception with a message that names an argument."""
+    """What came of it: "done", or the name of a documented exception with a message that names an
+    argument."""
     error: BaseException | None = None
     try:
         call()
@@ -177,7 +179,8 @@ def test_one_call(changes: dict[str, Any]) -> None:
     ),
 )
 def test_two_phases(changes: dict[str, Any], second: dict[str, Any], bound: dict[str, Any]) -> None:
-    """The same for planning, running and binding anew; after an error an operation is bound as before."""
+    """The same for planning, running and binding anew; after an error an operation is bound as
+    before."""
     out = np.zeros_like(GOOD.query)
     sound = GOOD.arguments() | {"head_num": 4, "kv_head_num": 2, "attn_out": out}
     first = sound | changes

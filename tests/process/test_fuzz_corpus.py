@@ -1,4 +1,5 @@
-"""Inputs that coverage-guided fuzzing kept, replayed without atheris; and the targets notice what they are for."""
+"""Inputs that coverage-guided fuzzing kept, replayed without atheris; and the targets notice what
+they are for."""
 
 from __future__ import annotations
 
@@ -28,7 +29,8 @@ def test_corpus(name: str) -> None:
 
 @pytest.mark.parametrize("name", ["one_call", "two_phases"])
 def test_corpus_reaches_results_and_errors(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Some inputs change nothing or something harmless, others are refused: by TypeError, by ValueError."""
+    """Some inputs change nothing or something harmless, others are refused: by TypeError, by
+    ValueError."""
     outcomes: list[str] = []
     honest = encoder.static_problem
 
@@ -84,7 +86,8 @@ def test_stand_in_reads_as_atheris_does() -> None:
 
 
 def test_mutated_archives_are_archives() -> None:
-    """What the fuzzer tries of npz files is, more often than not, read beyond the archive's own directory."""
+    """What the fuzzer tries of npz files is, more often than not, read beyond the archive's own
+    directory."""
     data = Path(KEPT["npz"][0].with_name("causal.npz")).read_bytes()
     made = [mutated_archive(data, 8192, seed) for seed in range(20)]
     assert len(set(made)) > 10 and all(x.startswith(b"PK") for x in made)

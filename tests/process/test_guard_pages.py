@@ -1,4 +1,5 @@
-"""Memory safety: every buffer next to a page without access, inputs in pages that cannot be written.
+"""Memory safety: every buffer next to a page without access, inputs in pages that cannot be
+written.
 
 The long form: `PYTHONPATH=.:tests python tests/support/scripts/guard_pages.py cpu --minutes 20`.
 """
@@ -18,7 +19,8 @@ pytestmark = pytest.mark.skipif(sys.platform == "win32", reason="uses mprotect")
 @pytest.mark.parametrize("kind", ["decode", "prefill", "strided"])
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_no_access_outside_a_buffer(kernel: str, dtype: str, kind: str) -> None:
-    """query, key, value, block_tables, mask, slopes, out and the workspace, ending and beginning at a guard page."""
+    """query, key, value, block_tables, mask, slopes, out and the workspace, ending and beginning at
+    a guard page."""
     with fault("guard"):
         run_script("guard_pages.py", kernel, dtype, kind)
 

@@ -1,6 +1,7 @@
 """gunicorn with preload and threads, hammered while its workers are killed and replaced.
 
-The long form: `NUMBA_PREFIX_GUNICORN_SECONDS=1200 python -m pytest tests/process/test_gunicorn.py -s`.
+The long form: `NUMBA_PREFIX_GUNICORN_SECONDS=1200 python -m pytest tests/process/test_gunicorn.py
+-s`.
 """
 
 from __future__ import annotations
@@ -115,9 +116,11 @@ def workers_of(master: int) -> list[int]:
 
 
 def disturb(master: int, log: Path, stop: threading.Event, killed: dict[int, str], counts: dict[str, int]) -> None:
-    """Every 0.3 s: SIGKILL to a worker, SIGHUP to the master (which replaces all workers), or SIGTERM to a worker.
+    """Every 0.3 s: SIGKILL to a worker, SIGHUP to the master (which replaces all workers), or
+    SIGTERM to a worker.
 
-    A SIGHUP waits for the one before: the master queues them, and on a busy machine would be asked to end behind dozens.
+    A SIGHUP waits for the one before: the master queues them, and on a busy machine would be asked
+    to end behind dozens.
     """
     for name in ("SIGKILL", "SIGHUP", "SIGKILL", "SIGTERM") * 1000:
         if stop.wait(0.3):

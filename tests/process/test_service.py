@@ -1,4 +1,5 @@
-"""What happens to a process that serves: each fault under each threading layer, beside a parallel region of the host.
+"""What happens to a process that serves: each fault under each threading layer, beside a parallel
+region of the host.
 
 scripts/service.py meets the faults; two of its processes, each with one layer, run at a time.
 """

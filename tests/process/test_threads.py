@@ -1,4 +1,5 @@
-"""The package's thread cap, and what affinity, cgroup quotas and environment variables leave of the CPUs."""
+"""The package's thread cap, and what affinity, cgroup quotas and environment variables leave of the
+CPUs."""
 
 from __future__ import annotations
 
@@ -24,7 +25,8 @@ from numba_prefix.runtime import num_threads as threads
 from numba_prefix.runtime.cgroups import cpu_quota
 
 LINUX = pytest.mark.skipif(sys.platform != "linux", reason="control groups are Linux's")
-# Of a process: the cgroup file and the mount table of a host with version 2, with version 1, and with both.
+# Of a process: the cgroup file and the mount table of a host with version 2, with version 1, and
+# with both.
 UNIFIED = {
     "proc/cgroup": "0::/a/b\n",
     "proc/mountinfo": "30 23 0:26 / TOP/cg rw,nosuid shared:9 - cgroup2 cgroup2 rw\n",
@@ -79,14 +81,16 @@ def v1(group: str, quota: int, period: int = 100_000) -> dict[str, str]:
     ],
 )
 def test_quotas(files: dict[str, str], quota: float | None, tmp_path: Path) -> None:
-    """The smallest of a group and all above it, in each hierarchy at its own path; junk is no limit."""
+    """The smallest of a group and all above it, in each hierarchy at its own path; junk is no
+    limit."""
     tree(tmp_path, files)
     assert cpu_quota(tmp_path / "proc", tmp_path / "nowhere") == quota
 
 
 def test_quota_of_a_container(tmp_path: Path) -> None:
-    """Without a namespace the path is the host's and the mount is a part of the tree; other containers' mounts and groups
-    outside of the namespace do not count; a mount point may have a space in it."""
+    """Without a namespace the path is the host's and the mount is a part of the tree; other
+    containers' mounts and groups outside of the namespace do not count; a mount point may have a
+    space in it."""
     mounts = "1 0 0:1 /docker/me TOP/my\\040cg rw - cgroup2 cgroup2 rw\n2 0 0:1 /docker/you TOP/yours rw - cgroup2 cgroup2 rw\n"
     files = {"proc/cgroup": "0::/docker/me/inner\n", "proc/mountinfo": mounts, "yours/cpu.max": "1 1"}
     tree(tmp_path, files | {"my cg/cpu.max": "3 1", "my cg/inner/cpu.max": "2 1"})
@@ -129,7 +133,8 @@ def test_part_of_a_cpu_counts_as_one(quota: float | None, cpus: int, monkeypatch
 
 
 def test_smallest_cap_holds(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of the CPUs, NUMBA_NUM_THREADS, NUMBA_PREFIX_NUM_THREADS and set_num_threads; the variables are read at each call."""
+    """Of the CPUs, NUMBA_NUM_THREADS, NUMBA_PREFIX_NUM_THREADS and set_num_threads; the variables
+    are read at each call."""
     assert (nbp.get_num_threads(), threads.thread_cap()) == (4, (None, None))
     nbp.set_num_threads(np.int64(3))
     assert (nbp.get_num_threads(), threads.thread_cap()) == (3, (3, "set_num_threads"))
@@ -188,8 +193,8 @@ def test_senseless_caps(given: Any, error: type[Exception]) -> None:
 
 @pytest.mark.parametrize("text", ["0", "-1", "two", "1.5", "+2", "1_0", "\u0662", "9" * 5000])
 def test_senseless_variable(text: str, target: str, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
-    """Said by every call before anything is computed, and by every command; a service that was told to keep to few
-    threads must not start many."""
+    """Said by every call before anything is computed, and by every command; a service that was told
+    to keep to few threads must not start many."""
     case = make_case([3], [9])
     expected, out = run(case, target), np.full_like(case.query, np.nan)
     monkeypatch.setenv(threads.VARIABLE, text)
@@ -223,7 +228,8 @@ def test_info_tells_the_cap(monkeypatch: pytest.MonkeyPatch, capsys: Any) -> Non
 @POSIX
 @pytest.mark.parametrize("layer", LAYERS)
 def test_cap_in_a_service(layer: str) -> None:
-    """In all threads, in plans made before and in forked children, with a quota where this process may set one."""
+    """In all threads, in plans made before and in forked children, with a quota where this process
+    may set one."""
     with fault("capped", layer), limited_to_one_cpu() as group:
         options = {} if group is None else {"preexec_fn": joining(group)}
         env = under(layer) | {threads.VARIABLE: ""}

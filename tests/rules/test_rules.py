@@ -1,4 +1,5 @@
-"""The rules of masks.py and softmax.py on NumPy values against brute force, and the cutting of the work."""
+"""The rules of masks.py and softmax.py on NumPy values against brute force, and the cutting of the
+work."""
 
 from __future__ import annotations
 
@@ -56,7 +57,8 @@ def test_template_place(q_pos: int, behind: int) -> None:
     tile=st.integers(0, 30),
 )
 def test_visible_range(q_len: int, prefix: int, left: int, right: int, rows: st.DataObject, tile: int) -> None:
-    """The four ends against every row and key: what is never touched nobody sees, what is full everybody sees."""
+    """The four ends against every row and key: what is never touched nobody sees, what is full
+    everybody sees."""
     kv_len = prefix + q_len
     sequence = sequence_of(q_len, kv_len, left, right)
     first = rows.draw(st.integers(0, q_len - 1))
@@ -103,7 +105,8 @@ def test_running_softmax(scores: list[float], tile: int) -> None:
 
 
 def test_vocabulary() -> None:
-    """maximum keeps its first argument beside a NaN, where never lets the other value in, exp2_scaled is 0 far down."""
+    """maximum keeps its first argument beside a NaN, where never lets the other value in,
+    exp2_scaled is 0 far down."""
     assert maximum(F32(1), F32("nan")) == 1
     assert where(np.array([True, False]), F32(1), F32("nan"))[0] == 1
     assert exp2_scaled(F32(-np.inf), F32(0.5)) == 0
@@ -144,7 +147,8 @@ def held(draw: st.DrawFn) -> tuple[list[tuple[int, int]], np.ndarray | None, int
 
 @given(held(), st.sampled_from([32, 64, 128]))
 def test_runs_walk_the_held_keys(problem: tuple[list[tuple[int, int]], np.ndarray | None, int], block_n: int) -> None:
-    """From any key on, in blocks of consecutive positions, each held key once and in order; counts and ends agree."""
+    """From any key on, in blocks of consecutive positions, each held key once and in order; counts
+    and ends agree."""
     lengths, blocks, block_size = problem
     sequences = table_of(lengths)
     runs, num_held = add_runs(sequences, sequences[:, tiling.KV_LEN], blocks, block_size)
@@ -179,8 +183,8 @@ def test_work_list_covers_every_pair_once(
     beside: tuple[int, int],
     tile: tuple[int, int],
 ) -> None:
-    """Entries tile (row, held key) space without a gap or an overlap, costliest bucket first, with room for every split;
-    a tile that sees nothing has one entry all the same."""
+    """Entries tile (row, held key) space without a gap or an overlap, costliest bucket first, with
+    room for every split; a tile that sees nothing has one entry all the same."""
     lengths, blocks, block_size = problem
     block_m, _ = tile
     sequences = table_of(lengths, block_m)

@@ -1,4 +1,5 @@
-"""Public bug reports of this field as cases, D16 to D29 of bugs.md: layouts, dtypes, rounding, index types, read-only memory."""
+"""Public bug reports of this field as cases, D16 to D29 of bugs.md: layouts, dtypes, rounding,
+index types, read-only memory."""
 
 from __future__ import annotations
 
@@ -25,7 +26,8 @@ def small(**extra: Any) -> Case:
 
 
 def test_d16_query_in_a_fused_projection(target: str) -> None:
-    """pytorch PR#187506, flash-attention#2665: a view is honoured; the output is fresh and contiguous."""
+    """pytorch PR#187506, flash-attention#2665: a view is honoured; the output is fresh and
+    contiguous."""
     case = small()
     fused = np.full((8, 3 * 64), np.nan, np.float16)
     fused[:, :64] = case.query.reshape(8, 64)
@@ -87,7 +89,8 @@ def test_d17_stale_tail(target: str, tail: list[int]) -> None:
 
 @pytest.mark.skipif(sys.platform == "win32", reason="uses mprotect")
 def test_d17_nothing_outside_is_touched(kernel: str) -> None:
-    """Every argument ends at unmapped memory, then begins right after it: no access outside, for odd sizes too."""
+    """Every argument ends at unmapped memory, then begins right after it: no access outside, for
+    odd sizes too."""
     run_script("guard_pages.py", kernel)
 
 
@@ -110,7 +113,8 @@ def test_d20_other_dtypes(target: str, dtype: str) -> None:
 
 @pytest.mark.parametrize("dtypes", list(itertools.product(DTYPES, repeat=3)), ids="-".join)
 def test_d21_dtype_matrix(target: str, dtypes: tuple[str, str, str]) -> None:
-    """numba-cuda#198: query, key and value of one dtype work; any mix is a TypeError that names the odd one."""
+    """numba-cuda#198: query, key and value of one dtype work; any mix is a TypeError that names the
+    odd one."""
     case = small()
     given = {n: getattr(case, n).astype(DTYPES[d]) for n, d in zip(("query", "key", "value"), dtypes, strict=True)}
     if len(set(dtypes)) == 1:
@@ -160,7 +164,8 @@ def test_d22_rounding_of_float16(target: str, a: float, b: float, mean: float) -
 
 @pytest.mark.parametrize("dtype", [np.float16, BF16], ids=["float16", "bfloat16"])
 def test_d22_identity_over_all_patterns(target: str, dtype: Any) -> None:
-    """numba-cuda PR#376: all 65536 patterns come through; NaN stays NaN, infinity stays infinity, subnormals stay."""
+    """numba-cuda PR#376: all 65536 patterns come through; NaN stays NaN, infinity stays infinity,
+    subnormals stay."""
     patterns = np.arange(65536, dtype=np.uint16).view(dtype).reshape(256, 1, 256)
     case = make_case([1] * 256, [1] * 256, head_size=256, dtype=np.dtype(dtype).name, query=0.0, spare=0, block_size=1)
     cache = np.empty_like(case.value)
@@ -253,7 +258,8 @@ def test_d29_torch_shared_memory(target: str) -> None:
 
 @pytest.mark.parametrize("batch", [65535, 65536, 70000])
 def test_d42_batch_beyond_65535(kernel: str, batch: int) -> None:
-    """triton#580, mlx#2267: one query and one key for each of 70,000 sequences; the output is the value."""
+    """triton#580, mlx#2267: one query and one key for each of 70,000 sequences; the output is the
+    value."""
     case = make_case([1], [1], dtype="bfloat16")
     rng = np.random.default_rng(0)
     values = rng.integers(-128, 128, (batch, 1, 1, 16)).astype(BF16)

@@ -34,7 +34,8 @@ import numba_prefix as nbp
     [([4], [2], 0), ([2, 4, 2], [5, 2, 5], 1), ([200, 10], [100, 300], 0), ([1, 1, 3], [1, 1, 0], 2)],
 )
 def test_d01_row_without_a_visible_key(target: str, q: list[int], kv: list[int], bad: int) -> None:
-    """flash-attention#1778, pytorch#103749: q longer than kv is refused per sequence, not over the maxima."""
+    """flash-attention#1778, pytorch#103749: q longer than kv is refused per sequence, not over the
+    maxima."""
     case = make_case(q, kv, query=0.0, value=lambda b, j, h, c: 1 + j, block_size=16)
     with pytest.raises(ValueError, match=naming("kv_seq_len", bad, kv[bad], q[bad])):
         run(case, target)
@@ -118,7 +119,8 @@ def test_d05_shared_prefix_page(target: str) -> None:
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_d06_batched_differs_from_alone(kernel: str, dtype: str) -> None:
-    """vllm#27034, onnxruntime PR#20521: 16 ragged sequences with prefixes, 1, 2 and N threads, both orders."""
+    """vllm#27034, onnxruntime PR#20521: 16 ragged sequences with prefixes, 1, 2 and N threads, both
+    orders."""
     rng = np.random.default_rng(6)
     q = rng.integers(1, 41, 16)
     kv = q + rng.choice([0, 128, 256], 16)
@@ -162,7 +164,8 @@ def test_d08_small_or_odd_pages(target: str, block_size: int) -> None:
 
 @pytest.mark.parametrize("head_size", [16, 48, 80, 96, 112, 120, 136])
 def test_d09_head_size_no_power_of_two(target: str, head_size: int) -> None:
-    """vllm#4127, openvino PR#24627: each column has its value, nothing is written around the output."""
+    """vllm#4127, openvino PR#24627: each column has its value, nothing is written around the
+    output."""
     case = make_case([7], [40], head_num=2, head_size=head_size, dtype="float16", query=0.0, value=lambda b, j, h, c: c)
     raw = np.full(case.query.size + 512, 7, np.float16)
     out = raw[256:-256].reshape(case.query.shape)
@@ -197,7 +200,8 @@ def test_d10_gqa_no_divisor(target: str, heads: tuple[int, int]) -> None:
 
 
 def test_d10_documented_example_of_op_plugin(target: str) -> None:
-    """A cache of 28 heads with kv_head_num 4, and 512 query rows with lengths that sum to 128: both refused."""
+    """A cache of 28 heads with kv_head_num 4, and 512 query rows with lengths that sum to 128: both
+    refused."""
     case = make_case([128], [128], head_num=28, head_size=16)
     with pytest.raises(ValueError, match=naming("kv_head_num", 4, 28)):
         run(case, target, kv_head_num=4)
@@ -206,7 +210,8 @@ def test_d10_documented_example_of_op_plugin(target: str) -> None:
 
 
 def test_d11_alibi_over_the_query_length(target: str) -> None:
-    """keras-hub#2861, flash-attention#466: the bias counts from absolute positions; only the root can tell."""
+    """keras-hub#2861, flash-attention#466: the bias counts from absolute positions; only the root
+    can tell."""
     case = make_case([2], [6], query=0.0, value=lambda b, j, h, c: j, slopes=np.float32([0.5]))
     root = run(replace(case, mask_type="alibi_sqrt"), target)[:, 0, 0]
     line = run(replace(case, mask_type="alibi"), target)[:, 0, 0]
@@ -234,7 +239,8 @@ def test_d12_slopes_of_a_slice_of_heads(kernel: str, kind: str, q: int, kv: int)
 
 
 def test_d12_slopes_for_every_query_head(target: str) -> None:
-    """One slope per query head, not per kv head; 12 and 40 heads; a vector of another length is refused."""
+    """One slope per query head, not per kv head; 12 and 40 heads; a vector of another length is
+    refused."""
     for head_num, kv_head_num in ((12, 2), (40, 8)):
         case = make_case([3], [70], head_num=head_num, kv_head_num=kv_head_num, dtype="float16")
         check(replace(case, mask_type="alibi_sqrt", slopes=nbp.alibi_slopes(head_num)[::-1].copy()), target)
@@ -243,7 +249,8 @@ def test_d12_slopes_for_every_query_head(target: str) -> None:
 
 
 def test_d13_slope_zero_times_infinity(target: str) -> None:
-    """A template of +inf above the diagonal and slopes 0.5, 0, -0.25: the head with slope 0 is plain causal."""
+    """A template of +inf above the diagonal and slopes 0.5, 0, -0.25: the head with slope 0 is
+    plain causal."""
     case = make_case([9, 150], [9, 300], head_num=3, dtype="float16")
     slopes = np.float32([0.5, 0.0, -0.25])
     given = replace(case, mask_type="alibi", mask=distance_template("alibi"), slopes=slopes)
@@ -282,7 +289,8 @@ def test_d14_one_shot_against_chunks(target: str, form: str) -> None:
 
 @pytest.mark.parametrize("scale", [128**-0.5, 1.0])
 def test_d15_scores_beyond_half_precision(target: str, scale: float) -> None:
-    """metal-flash-attention#8, pytorch PR#60940: a dot product of 524288 in float16; the gap of 22.6 decides."""
+    """metal-flash-attention#8, pytorch PR#60940: a dot product of 524288 in float16; the gap of
+    22.6 decides."""
     case = make_case(
         [1],
         [2],

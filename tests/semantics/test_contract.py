@@ -32,7 +32,8 @@ def test_argument_dtype(target: str, dtype: str) -> None:
 @pytest.mark.parametrize("query_form", ["3-D", "2-D"])
 @pytest.mark.parametrize("cache_form", ["4-D", "3-D"])
 def test_argument_forms(target: str, query_form: str, cache_form: str) -> None:
-    """query and caches with the head axis apart or merged: same numbers, and the output is shaped as query."""
+    """query and caches with the head axis apart or merged: same numbers, and the output is shaped
+    as query."""
     case = small()
     expected = run(case, target, return_lse=True)
     given: dict[str, Any] = {}
@@ -270,7 +271,8 @@ def test_limit_left_align(target: str) -> None:
 
 
 def test_every_element_is_float32_inside(target: str) -> None:
-    """Scores beyond float16's range: 16 * 100 * 100 = 160,000 against 159,200, scale 0.005 leaves a gap of 4."""
+    """Scores beyond float16's range: 16 * 100 * 100 = 160,000 against 159,200, scale 0.005 leaves a
+    gap of 4."""
     case = make_case(
         [1],
         [2],

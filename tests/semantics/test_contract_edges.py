@@ -27,7 +27,8 @@ KV_LENGTHS = [1, 5, 15, 16, 17, 31, 33, 63, 127, 128, 129, 257]
 
 
 def test_edge_zero_length_sequence(target: str) -> None:
-    """seq_len[b] == 0: no rows, whatever its kv_seq_len and table row; the others as if it were not there."""
+    """seq_len[b] == 0: no rows, whatever its kv_seq_len and table row; the others as if it were not
+    there."""
     case = make_case([0, 3, 0, 5, 0], [0, 20, 33, 5, 1], head_num=2, dtype="float16")
     case.block_tables[[0, 2, 4]] = -7
     same_bits(check(case, target), run(select(case, [1, 3]), target))
@@ -135,7 +136,8 @@ def test_edge_nan_query_row(target: str, dtype: str) -> None:
 
 @pytest.mark.parametrize("form", ["alibi-heads", "alibi-template", "alibi_left_align-template"])
 def test_edge_row_of_minus_infinity(target: str, form: str) -> None:
-    """A row whose visible scores are all -inf: out 0, lse -inf; the other rows are not touched by it."""
+    """A row whose visible scores are all -inf: out 0, lse -inf; the other rows are not touched by
+    it."""
     case = with_mask(make_case([40], [40], head_num=2), form)
     assert case.mask is not None
     mask = case.mask.copy()
@@ -171,7 +173,8 @@ def test_edge_minus_infinity_up_to_a_key(target: str, dtype: str) -> None:
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("low", [-1e5, -5e5, -2e38])
 def test_edge_huge_scores(target: str, dtype: str, low: float) -> None:
-    """One visible key at -5e5 (row 0) wins over every masked one; the row after it sees a better key."""
+    """One visible key at -5e5 (row 0) wins over every masked one; the row after it sees a better
+    key."""
     query = np.zeros((2, 1, 16))
     query[:, :, 0] = 128.0
     case = make_case(
@@ -251,7 +254,8 @@ def test_edge_strides(target: str, name: str, how: str) -> None:
 
 @pytest.mark.parametrize("flat", ["query", "key", "value"])
 def test_edge_strides_merged_heads(target: str, flat: str) -> None:
-    """The merged forms as slices of a wider buffer: query out of a fused projection, a cache out of a fused pool."""
+    """The merged forms as slices of a wider buffer: query out of a fused projection, a cache out of
+    a fused pool."""
     case = make_case([3, 20], [20, 21], head_num=4, kv_head_num=2, dtype="float16")
     array = getattr(case, flat)
     merged = array.reshape(*array.shape[:-2], -1)

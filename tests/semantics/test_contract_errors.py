@@ -1,4 +1,5 @@
-"""Section 5 of tests/contract.md: what is refused, with the argument's name, what was given and what is expected."""
+"""Section 5 of tests/contract.md: what is refused, with the argument's name, what was given and
+what is expected."""
 
 from __future__ import annotations
 
@@ -187,7 +188,8 @@ def refused(refusal: Refusal, target: str, case: Case, given: dict[str, Any]) ->
 
 @pytest.mark.parametrize("refusal", [*LENGTHS, *TABLES, *ARRAYS, *SCALARS, *MASKS], ids=lambda r: r.what)
 def test_edge_refused(target: str, refusal: Refusal) -> None:
-    """Wrong input: a ValueError or TypeError that names the argument; a good call right after it works."""
+    """Wrong input: a ValueError or TypeError that names the argument; a good call right after it
+    works."""
     case = base()
     refused(refusal, target, case, refusal.given(case))
 
@@ -227,7 +229,8 @@ def test_edge_refused_read_only_out(target: str) -> None:
 
 @pytest.mark.parametrize("refusal", [LENGTHS[0], *TABLES[:3], MASKS[9]], ids=lambda r: r.what)
 def test_edge_nothing_is_computed(target: str, refusal: Refusal) -> None:
-    """The error comes before anything is computed: out keeps its contents, and the next good call is right."""
+    """The error comes before anything is computed: out keeps its contents, and the next good call
+    is right."""
     case = base()
     expected = run(case, target)
     out = np.full(case.query.shape, 7, np.float16)

@@ -171,7 +171,8 @@ class OnGpu:
 
 
 def test_arrays_on_a_gpu_are_not_for_the_cpu() -> None:
-    """An explicit CPU target and memory on a GPU, all of it or one argument: a ValueError, no copy, no access."""
+    """An explicit CPU target and memory on a GPU, all of it or one argument: a ValueError, no copy,
+    no access."""
     case = small()
     everything = {n: OnGpu(getattr(case, n)) for n in ("query", "key", "value", "block_tables")}
     for name in ("query", "key", "value", "all"):
@@ -199,7 +200,8 @@ def test_arrays_zero_copy(kernel: str) -> None:
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("index_dtype", ["int32", "int64"])
 def test_reshape_and_cache(dtype: str, index_dtype: str) -> None:
-    """Token t goes to slot slot_mapping[t] of block slot // block_size; -1 is skipped; nothing else is written."""
+    """Token t goes to slot slot_mapping[t] of block slot // block_size; -1 is skipped; nothing else
+    is written."""
     rng = np.random.default_rng(0)
     key, value = (rng.standard_normal((5, 2, 8)).astype(DTYPES[dtype]) for _ in range(2))
     caches = [np.full((4, 3, 2, 8), 9, DTYPES[dtype]) for _ in range(2)]
@@ -245,7 +247,8 @@ def test_merge_states(target: str, dtype: str) -> None:
     out, lse = nbp.merge_states(*halves)
     ref, ref_lse = reference(**case.arguments(), return_lse=True)
     assert out.dtype == case.query.dtype and lse.dtype == np.float32
-    # The halves arrive rounded to the output's dtype, so one more rounding than the operator's own is inside.
+    # The halves arrive rounded to the output's dtype, so one more rounding than the operator's own
+    # is inside.
     eps = {"float16": 2.0**-10, "bfloat16": 2.0**-7, "float32": 2.0**-23}[dtype]
     plain = np.asarray(naive(**case.arguments()), np.float64)
     allowed = 2 * np.abs(plain - ref).max() + 2 * eps * np.abs(ref).max()
@@ -254,7 +257,8 @@ def test_merge_states(target: str, dtype: str) -> None:
 
 
 def test_merge_states_by_hand() -> None:
-    """Weights 3 : 1; a half that saw nothing (out 0, lse -inf) changes nothing; two of them stay empty."""
+    """Weights 3 : 1; a half that saw nothing (out 0, lse -inf) changes nothing; two of them stay
+    empty."""
     a, b = np.full((4, 1, 2), 8, np.float32), np.full((4, 1, 2), 4, np.float32)
     lse_a = np.log(
         np.float32([[3], [3], [0], [0]]),
@@ -269,7 +273,8 @@ def test_merge_states_by_hand() -> None:
 
 
 def test_merge_states_of_chunks(target: str) -> None:
-    """A prefix attended without a mask and the new tokens causally, merged: the prefix call in one go."""
+    """A prefix attended without a mask and the new tokens causally, merged: the prefix call in one
+    go."""
     case = make_case([5], [45], head_num=2, block_size=8)
     tail = make_case([5], [5], head_num=2, block_size=5)
     cache = {"key": case.keys[0][None, 40:], "value": case.values[0][None, 40:], "block_tables": np.int32([[0]])}
@@ -282,7 +287,8 @@ def test_merge_states_of_chunks(target: str) -> None:
 
 
 def test_warmup_changes_nothing() -> None:
-    """warmup compiles (or loads) every kernel and reports each; a call after it gives the right result."""
+    """warmup compiles (or loads) every kernel and reports each; a call after it gives the right
+    result."""
     report = nbp.warmup()
     assert report["target"] == "cpu"
     assert {kernel["name"] for kernel in report["kernels"]} >= {"drain"}
@@ -294,7 +300,8 @@ def test_version() -> None:
 
 
 def test_reference_is_float64() -> None:
-    """The oracle's own door: float64, shaped as query, lse too; the same result the reference target rounds."""
+    """The oracle's own door: float64, shaped as query, lse too; the same result the reference
+    target rounds."""
     case = small()
     out, lse = nbp.reference(**case.arguments(), return_lse=True)
     assert out.dtype == lse.dtype == np.float64

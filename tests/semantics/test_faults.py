@@ -27,7 +27,8 @@ def planned(case: Case, **extra: Any) -> tuple[int, nbp.Op, np.ndarray]:
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("qk_scale", [1e-60, -1e-50, 1e-46])
 def test_scale_below_float32(target: str, shape: str, qk_scale: float) -> None:
-    """A scale that float32 rounds to zero: masked keys weighed exp2(-inf * 0), NaN for every row. It is a zero scale."""
+    """A scale that float32 rounds to zero: masked keys weighed exp2(-inf * 0), NaN for every row.
+    It is a zero scale."""
     case = make_case(*SHAPES[shape])
     results = [run(case, target, return_lse=True, qk_scale=scale) for scale in (qk_scale, 0.0)]
     for got, expected in zip(*results, strict=True):
@@ -38,7 +39,8 @@ def test_scale_below_float32(target: str, shape: str, qk_scale: float) -> None:
 @pytest.mark.parametrize("again", [False, True])
 @pytest.mark.parametrize("block", [-1, 2**31 - 1])
 def test_table_changed_after_planning(kernel: str, again: bool, block: int) -> None:
-    """A bad id written into the table after it was checked was followed, out of the cache: the process died."""
+    """A bad id written into the table after it was checked was followed, out of the cache: the
+    process died."""
     case = make_case([2, 33], [40, 70])
     tables = case.block_tables.copy()
     size, op, out = planned(case, block_tables=tables, context=nbp.Context(target=kernel))
@@ -112,8 +114,8 @@ def test_context_of_the_second_phase(kernel: str, monkeypatch: pytest.MonkeyPatc
 
 
 def test_a_call_within_a_call(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A call that a signal handler makes while its thread computes had the same workspace as the call it interrupts; so
-    had the call after one whose wait for its helpers was interrupted."""
+    """A call that a signal handler makes while its thread computes had the same workspace as the
+    call it interrupts; so had the call after one whose wait for its helpers was interrupted."""
     from numba_prefix.cpu import target as launch
 
     case = make_case([3], [40])
@@ -134,7 +136,8 @@ def test_a_call_within_a_call(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_interruption_at_the_end_of_a_wait() -> None:
-    """Ctrl-C between a wait's success and its being noted: the wait for the helpers was begun again, and never ended."""
+    """Ctrl-C between a wait's success and its being noted: the wait for the helpers was begun
+    again, and never ended."""
     from numba_prefix.runtime.pool import _Job
 
     class Interrupted:

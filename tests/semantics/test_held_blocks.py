@@ -17,7 +17,8 @@ from numba_prefix.front.operation import Context
 from numba_prefix.inputs.mask_types import MaskType
 from numba_prefix.reference.oracle import budget, naive, reference
 
-# Decode and prefill rows, an empty sequence, one long enough for its keys to be split, and one of many tiles.
+# Decode and prefill rows, an empty sequence, one long enough for its keys to be split, and one of
+# many tiles.
 Q_LEN, KV_LEN = [1, 5, 0, 1, 40], [70, 300, 9, 2500, 170]
 
 
@@ -148,8 +149,8 @@ def test_random_problems(kernel: str, data: st.DataObject) -> None:
 
 
 def test_far_from_the_last_key(target: str) -> None:
-    """A left-aligned bias is taken relative to the last held key: one relative to the query's own position, 30,000 keys
-    on, would leave the scores few bits."""
+    """A left-aligned bias is taken relative to the last held key: one relative to the query's own
+    position, 30,000 keys on, would leave the scores few bits."""
     case = make_case([1, 3], [30_000, 30_000], head_num=2, block_size=16, mask_type="alibi_left_align")
     case = replace(case, slopes=np.float32([0.5, 0.01]))
     held = np.zeros(case.block_tables.shape, bool)
@@ -205,8 +206,9 @@ def test_parts_merge_to_the_whole(target: str, dtype: str, form: str) -> None:
 
 @pytest.mark.parametrize("form", ["alibi_left_align", "alibi"])
 def test_parts_of_a_long_context(target: str, form: str) -> None:
-    """Far along, a left-aligned bias is large, but not what parts are weighed by: merged, they are as near the oracle as
-    after linear biases, which are small at the keys that count. Every second key is another part's."""
+    """Far along, a left-aligned bias is large, but not what parts are weighed by: merged, they are
+    as near the oracle as after linear biases, which are small at the keys that count. Every second
+    key is another part's."""
     case = make_case([3], [20_000], head_num=2, block_size=1, mask_type=form)
     case = replace(case, slopes=np.float32([0.5, 0.1]))
     inputs = (case.query, case.key, case.value, case.block_tables, case.seq_len, case.kv_seq_len)
@@ -276,7 +278,8 @@ def test_refused(target: str, held: Any, error: type[Exception], words: list[str
 
 
 def test_held_entries_are_checked(target: str) -> None:
-    """A bad id in a held entry is refused; one elsewhere is not looked at, at planning and at each run."""
+    """A bad id in a held entry is refused; one elsewhere is not looked at, at planning and at each
+    run."""
     case = make_case([2], [17], block_size=4)
     held = np.zeros((1, 7), bool)
     held[0, [1, 6]] = True  # the last is past the sequence's end

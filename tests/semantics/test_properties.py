@@ -1,4 +1,5 @@
-"""Random problems: every target against the oracle, the oracle against brute force, and relations between results."""
+"""Random problems: every target against the oracle, the oracle against brute force, and relations
+between results."""
 
 from __future__ import annotations
 
@@ -129,7 +130,8 @@ def test_number_of_threads(kernel: str, case: Case) -> None:
 
 @pytest.mark.parametrize("kv_len", [600, 4000])
 def test_number_of_threads_with_many_rows(kernel: str, kv_len: int) -> None:
-    """Where one thread gets other tiles than three: 1,040 rows of a head, with keys that are split or not."""
+    """Where one thread gets other tiles than three: 1,040 rows of a head, with keys that are split
+    or not."""
     case = make_case([520, 3], [kv_len, 70], head_num=16, kv_head_num=8, head_size=16, dtype="bfloat16")
     expected = check(case, kernel)
     for num_threads in (1, 3):
@@ -166,7 +168,8 @@ def test_left_align_equals_linear(kernel: str, case: Case) -> None:
 def test_what_follows_a_row_cannot_reach_it(
     kernel: str, dtype: str, pair: tuple[int, int], block_size: int, bad: float
 ) -> None:
-    """NaN or infinity in every key and value from some position on: the rows before it keep their bits."""
+    """NaN or infinity in every key and value from some position on: the rows before it keep their
+    bits."""
     prefix, q = pair
     case = make_case([q], [prefix + q], head_num=2, block_size=block_size, dtype=dtype, seed=q)
     first = prefix + q // 2

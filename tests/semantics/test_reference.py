@@ -16,8 +16,9 @@ NAN, INF = float("nan"), float("inf")
 
 
 def paged(values: Any, block_size: int, *, dtype: Any = np.float16, poison: float = NAN) -> tuple[Any, Any]:
-    """[numBlocks, block_size, heads, head_size] with the rows of `values` [kv_len, heads, head_size] spread over pages
-    in reverse order, `poison` everywhere else; and the [1, maxBlockNum] table."""
+    """[numBlocks, block_size, heads, head_size] with the rows of `values` [kv_len, heads,
+    head_size] spread over pages in reverse order, `poison` everywhere else; and the [1,
+    maxBlockNum] table."""
     values = np.asarray(values)
     num_pages = -(-len(values) // block_size)
     cache = np.full((num_pages + 1, block_size, *values.shape[1:]), poison, dtype)
@@ -28,7 +29,8 @@ def paged(values: Any, block_size: int, *, dtype: Any = np.float16, poison: floa
 
 
 def uniform(q_len: int, values: Any, *, block_size: int = 3, heads: int = 1, **kwargs: Any) -> Any:
-    """Rows of a zero query over the values [kv_len]: the average that the mask and the biases alone decide."""
+    """Rows of a zero query over the values [kv_len]: the average that the mask and the biases alone
+    decide."""
     values = np.asarray(values, np.float32).reshape(-1, 1, 1)
     v_cache, table = paged(values, block_size)
     k_cache, _ = paged(np.zeros_like(values), block_size)

@@ -20,7 +20,8 @@ def test_identity(target: str, dtype: str, form: str, head_size: int) -> None:
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("poison", [np.nan, 60000.0, np.inf])
 def test_uniform_causal(target: str, dtype: str, poison: float) -> None:
-    """Query 0: row p is the mean of V[0..p], so V[j] = j gives p / 2; three sequences with prefixes 0, 1 and 199."""
+    """Query 0: row p is the mean of V[0..p], so V[j] = j gives p / 2; three sequences with prefixes
+    0, 1 and 199."""
     case = make_case(
         [33, 20, 4], [33, 21, 203], head_num=2, dtype=dtype, query=0.0, value=lambda b, j, h, c: j, poison=poison
     )
@@ -44,7 +45,8 @@ def _code(numbers: np.ndarray) -> np.ndarray:
 @pytest.mark.parametrize("block_size", [1, 3, 16, 128, 300])
 @pytest.mark.parametrize("mask_type", ["causal", "none"])
 def test_index_v(target: str, dtype: str, block_size: int, mask_type: str) -> None:
-    """A row whose query names one key reads that key's value and no other: every key, in shuffled pages."""
+    """A row whose query names one key reads that key's value and no other: every key, in shuffled
+    pages."""
     rng = np.random.default_rng(5)
     position = np.arange(100, 400)
     wanted = np.array([rng.integers(0, p + 1) for p in position]) if mask_type == "causal" else np.arange(300) + 100
@@ -133,7 +135,8 @@ def test_scale_zero_is_uniform(target: str) -> None:
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("form", ["causal", "none"])
 def test_lse_counts_the_visible(target: str, dtype: str, form: str) -> None:
-    """Query 0: lse is the natural logarithm of the number of visible keys, one float32 per row and query head."""
+    """Query 0: lse is the natural logarithm of the number of visible keys, one float32 per row and
+    query head."""
     case = make_case([5, 1], [5, 300], head_num=6, kv_head_num=2, dtype=dtype, query=0.0, mask_type=form)
     _, lse = run(case, target, return_lse=True)
     visible = case.q_pos + 1 if form == "causal" else np.repeat([5, 300], [5, 1])

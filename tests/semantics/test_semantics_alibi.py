@@ -53,7 +53,8 @@ def softmax_mean(scores: Any, values: Any) -> float:
     + [("alibi_left_align", form, (2.9056, 3.7729)) for form in ("generator", "template")],
 )
 def test_published_numbers(target: str, kind: str, form: str, published: tuple[float, float], dtype: str) -> None:
-    """q=2, kv=6, slope 0.5, query 0, V[j]=j; counting rows from 0 would give [2.42622 3.22600] for the root."""
+    """q=2, kv=6, slope 0.5, query 0, V[j]=j; counting rows from 0 would give [2.42622 3.22600] for
+    the root."""
     case = by_distance(
         make_case([2], [6], query=0.0, value=lambda b, j, h, c: j, block_size=4, dtype=dtype), kind, [0.5], form
     )
@@ -91,7 +92,8 @@ def test_lse_of_left_align(target: str, form: str) -> None:
 @pytest.mark.parametrize("kind", ["alibi", "alibi_sqrt"])
 @pytest.mark.parametrize("kv_len", [512, 513, 640, 700])
 def test_template_reaches_beyond_itself(target: str, kind: str, form: str, kv_len: int) -> None:
-    """The weights at distances 0, 127, 128, 129, 255, 256, 257 and 511, one column of V each: nothing is clamped."""
+    """The weights at distances 0, 127, 128, 129, 255, 256, 257 and 511, one column of V each:
+    nothing is clamped."""
     distances = np.array([0, 1, 127, 128, 129, 254, 255, 256, 257, 383, 384, 385, 509, 510, 511, 300])
 
     def value(b: int, j: np.ndarray, h: np.ndarray, c: np.ndarray) -> np.ndarray:
@@ -102,7 +104,8 @@ def test_template_reaches_beyond_itself(target: str, kind: str, form: str, kv_le
     weight = np.exp(-slope * ROOT[kind](np.arange(kv_len).astype(float)))
     expected = weight[distances] / weight.sum()
     out = run(case, target)[0, 0].astype(np.float64)
-    # Each column is judged by its own size: clamping a distance would change a weight by 1.5 % at least.
+    # Each column is judged by its own size: clamping a distance would change a weight by 1.5 % at
+    # least.
     eps = float(np.finfo(np.float32).eps)
     np.testing.assert_allclose(out, expected, rtol=64 * eps)
 
@@ -110,7 +113,8 @@ def test_template_reaches_beyond_itself(target: str, kind: str, form: str, kv_le
 @pytest.mark.parametrize("mask_dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("kind", ALIBI)
 def test_template_equals_generator(target: str, kind: str, mask_dtype: str) -> None:
-    """The package's own template with ATB's signs is the generator; in bfloat16 only whole numbers are stored exactly."""
+    """The package's own template with ATB's signs is the generator; in bfloat16 only whole numbers
+    are stored exactly."""
     if kind == "alibi_sqrt" and mask_dtype == "bfloat16":
         pytest.skip("roots are rounded in a bfloat16 template and are honoured as stored")
     slopes = np.float32([0.5, 0.0625, 0.0])
@@ -126,7 +130,8 @@ def test_template_equals_generator(target: str, kind: str, mask_dtype: str) -> N
 @pytest.mark.parametrize("mask_dtype", ["float16", "float32"])
 @pytest.mark.parametrize("kind", ALIBI)
 def test_template_value_by_value(target: str, kind: str, mask_dtype: str) -> None:
-    """A template of arbitrary entries and slopes of both signs, against the table in tests/contract.md."""
+    """A template of arbitrary entries and slopes of both signs, against the table in
+    tests/contract.md."""
     case = with_mask(
         make_case([70, 1, 130], [70, 385, 300], head_num=4, kv_head_num=2, dtype="float16"),
         f"{kind}-template",
@@ -148,7 +153,8 @@ def test_template_value_by_value(target: str, kind: str, mask_dtype: str) -> Non
     ],
 )
 def test_one_template_entry(target: str, row: int, column: int, where: dict[str, Any]) -> None:
-    """A template of zeros but for one entry, slope -1/128: that entry makes its keys weigh a third, at its row only."""
+    """A template of zeros but for one entry, slope -1/128: that entry makes its keys weigh a third,
+    at its row only."""
     p, j = where["p"], where["j"]
     mask = np.zeros((256, 256), np.float32)
     mask[row, column] = 128 * np.log(3)
@@ -164,7 +170,8 @@ def test_one_template_entry(target: str, row: int, column: int, where: dict[str,
 
 
 def test_one_heads_entry(target: str) -> None:
-    """A per-head mask of zeros but for log 3 at [h, a, c]: it reaches the pairs with p - 128 (j // 128) = a, j % 128 = c."""
+    """A per-head mask of zeros but for log 3 at [h, a, c]: it reaches the pairs with p - 128 (j //
+    128) = a, j % 128 = c."""
     case = make_case([260], [260], head_num=2, query=0.0, value=lambda b, j, h, c: j / 256)
     mask = np.zeros((2, 260, 128), np.float32)
     mask[1, 131, 7] = np.log(3)

@@ -1,4 +1,4 @@
-"""`run --compare`: the first wrong element and the key tile that it comes from, by faults planted in a contender's results."""
+"""`run --compare`: faults planted in a contender's results are found, with their key tile."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ def inputs() -> Inputs:
 
 
 def plant(monkeypatch: pytest.MonkeyPatch, value: float, keys: range | None = None, batch: int = 1) -> None:
-    """`vector` computes a wrong element of row 25 of the long sequence: from some keys on, whenever any of `keys` is attended
-    to, or, with keys None, only in attention to all keys; in batches of at least so many sequences."""
+    """Makes `vector` compute a wrong element of row 25 of the long sequence, in batches of at least
+    so many sequences: whenever `keys` are attended to, or, if None, only with all keys."""
     honest = module._run
 
     def run(inputs: Inputs, name: str, num_threads: int | None, held_blocks: Any) -> tuple[Any, str]:

@@ -1,7 +1,7 @@
 """A GPU as this process uses it: its context, and what plans borrow from it.
 
-Work may still be under way when a plan is gone, on any of the streams that it was run on: what it borrowed is given back
-behind them, without waiting.
+Work may still be under way when a plan is gone, on any of the streams that it was run on: what it
+borrowed is given back behind them, without waiting.
 """
 
 from __future__ import annotations
@@ -62,7 +62,8 @@ class Loan:
         finalizer.atexit = False
 
     def upload(self, source: NDArray[Any]) -> int:
-        """The address of a copy that every stream may read from now on. The device's context is current."""
+        """The address of a copy that every stream may read from now on. The device's context is
+        current."""
         driver, stream = self.device.driver, self.device.stream
         source = np.ascontiguousarray(source)
         address = driver.malloc(self.device.ordinal, source.nbytes, stream)
@@ -82,7 +83,8 @@ class Loan:
 
 
 class _Entered:
-    """A device's primary context, current for the calling thread; afterwards what was current before is so again."""
+    """A device's primary context, current for the calling thread; afterwards what was current
+    before is so again."""
 
     __slots__ = ("_context", "_driver", "_is_pushed", "_mode", "_wants_relaxed")
 
@@ -125,9 +127,9 @@ class Device:
         self._postponed: deque[tuple[list[int], Flag, dict[int, Any]]] = deque()
 
     def current(self, *, may_capture: bool = False) -> _Entered:
-        """For a `with`. may_capture: the calling thread may allocate and wait although it, or another thread, captures a
-        CUDA graph: nothing that is done within touches a stream that is being captured. Raises TargetUnavailableError in a
-        forked child."""
+        """For a `with`. may_capture: the calling thread may allocate and wait although it, or
+        another thread, captures a CUDA graph: nothing that is done within touches a stream that is
+        being captured. Raises TargetUnavailableError in a forked child."""
         check_process(self.driver)
         return _Entered(self.driver, self._context, may_capture)
 
@@ -174,7 +176,8 @@ class Device:
                 self._ending.append((event, flag))
 
     def _give_back(self, blocks: list[int], flag: Flag, streams: dict[int, Any]) -> None:
-        """Called where objects happen to be freed: raises nothing, waits for nothing, takes no lock."""
+        """Called where objects happen to be freed: raises nothing, waits for nothing, takes no
+        lock."""
         driver = self.driver
         if driver.pid != os.getpid():
             return
@@ -195,7 +198,8 @@ class Device:
 
 
 def _taken(queue: deque[Item]) -> list[Item]:
-    """What is in a queue now, and is then no more; other threads may take from it, and add to it, meanwhile."""
+    """What is in a queue now, and is then no more; other threads may take from it, and add to it,
+    meanwhile."""
     taken = []
     with contextlib.suppress(IndexError):
         for _ in range(len(queue)):

@@ -1,8 +1,10 @@
-"""Attention in float32 multiply-adds, on any GPU and for any dtype: one work item = BLOCK_M rows of one kv head.
+"""Attention in float32 multiply-adds, on any GPU and for any dtype: one work item = BLOCK_M rows of
+one kv head.
 
-A thread has every 16th row of the tile, every 8th key of a key tile's scores, and four neighbouring dimensions of every 32 of
-the output; the 8 threads of a row are neighbours in a warp. Rows in shared memory are 16 bytes longer than the head, so that
-the rows that a warp reads at once lie in different banks. Keys and then values go through the same memory.
+A thread has every 16th row of the tile, every 8th key of a key tile's scores, and four neighbouring
+dimensions of every 32 of the output; the 8 threads of a row are neighbours in a warp. Rows in
+shared memory are 16 bytes longer than the head, so that the rows that a warp reads at once lie in
+different banks. Keys and then values go through the same memory.
 """
 
 from __future__ import annotations
@@ -41,7 +43,8 @@ ROW_STEP = THREADS // ROW_THREADS  # between the rows of a thread
 F32 = 4
 ZERO = np.float32(0.0)
 HIDDEN = np.float32(-1.0)  # a weight that no key has: those of keys that a row may not see
-# Larger heads take smaller tiles: registers for the output, and the 64 KB of shared memory that sm_75 has.
+# Larger heads take smaller tiles: registers for the output, and the 64 KB of shared memory that
+# sm_75 has.
 MAX_WIDE_HEAD_DIM = 128
 
 
@@ -64,7 +67,8 @@ def make(spec: KernelSpec) -> Source:
 
     @inline
     def load_chunk(to: Any, address: Any, item: Any, head_size: Any, sign: Any) -> None:
-        """16 bytes of a row, from its number `item` on, as float32 into shared memory; zeros past the head."""
+        """16 bytes of a row, from its number `item` on, as float32 into shared memory; zeros past
+        the head."""
         x = cuda.local.array(CHUNK_ITEMS, float32)
         for i in range(CHUNK_ITEMS):
             x[i] = ZERO
@@ -142,7 +146,8 @@ def make(spec: KernelSpec) -> Source:
         unit_log2: Any,
         i: Any,
     ) -> None:
-        """The running softmax of the thread's row i: scores become weights, what was summed is rescaled."""
+        """The running softmax of the thread's row i: scores become weights, what was summed is
+        rescaled."""
         top = m_i[i]
         for j in range(KEYS):
             top = softmax.running_max(top, s[KEYS * i + j])
@@ -176,7 +181,8 @@ def make(spec: KernelSpec) -> Source:
 
     @inline
     def add_values(acc: Any, base: Any) -> None:
-        """acc [ROWS, DIM_GROUPS, 4] += weights · values; a hidden key's value takes no part, be it NaN."""
+        """acc [ROWS, DIM_GROUPS, 4] += weights · values; a hidden key's value takes no part, be it
+        NaN."""
         row = np.int32(cuda.threadIdx.x >> 3)
         for j in range(0, BLOCK_N, 4):
             w = cuda.local.array(W_SIZE, float32)

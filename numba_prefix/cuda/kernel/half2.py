@@ -14,7 +14,8 @@ from numba_prefix.cuda.kernel.jit import inline
 
 @dataclass(frozen=True, slots=True)
 class Halves:
-    """What a 16-bit float type's kernels are made with: device functions over pairs, the lower half first."""
+    """What a 16-bit float type's kernels are made with: device functions over pairs, the lower half
+    first."""
 
     mma: Any  # c + a·b, see ptx
     pack: Any  # two float32, rounded to nearest

@@ -1,8 +1,10 @@
-"""Attention on tensor cores, sm_80 and newer (the scheme of FlashAttention-2): one work item = BLOCK_M rows of one kv head.
+"""Attention on tensor cores, sm_80 and newer (the scheme of FlashAttention-2): one work item =
+BLOCK_M rows of one kv head.
 
-Each of four warps has 16 of the rows. Keys and values come through the block table, BLOCK_N at a time and copied in the
-background: values while scores are computed, the next keys while values are summed. In shared memory, 16-byte chunks of a
-row are permuted so that no two rows that ldmatrix reads at once share a bank.
+Each of four warps has 16 of the rows. Keys and values come through the block table, BLOCK_N at a
+time and copied in the background: values while scores are computed, the next keys while values are
+summed. In shared memory, 16-byte chunks of a row are permuted so that no two rows that ldmatrix
+reads at once share a bank.
 """
 
 from __future__ import annotations
@@ -39,8 +41,8 @@ THREADS = 32 * WARPS
 BLOCK_M = 16 * WARPS
 ZERO = np.float32(0.0)
 MAX_KEPT_HEAD_DIM = 128  # of larger heads, queries are read from shared memory for every key tile: registers are short
-# With a mask that is read, larger heads take fewer keys at once (else 36 to 132 bytes are spilled), and still larger ones do
-# not keep queries either (else 12 to 36 bytes on cc 10.0 and 12.0).
+# With a mask that is read, larger heads take fewer keys at once (else 36 to 132 bytes are spilled),
+# and still larger ones do not keep queries either (else 12 to 36 bytes on cc 10.0 and 12.0).
 MAX_WIDE_WITH_MASK = 32
 MAX_KEPT_WITH_MASK = 96
 
@@ -52,7 +54,8 @@ def make(spec: KernelSpec) -> Source:
     ROW_BYTES, CHUNKS = 2 * HEAD_DIM, HEAD_DIM // 8
     Q_TILE, K_TILE, V_TILE = 0, BLOCK_M * ROW_BYTES, (BLOCK_M + BLOCK_N) * ROW_BYTES
     STEPS, KEY_PAIRS, DIM_PAIRS = HEAD_DIM // 16, BLOCK_N // 16, HEAD_DIM // 16
-    # Loops over acc are short, or in halves: long ones LLVM unrolls too late to keep what they index in registers.
+    # Loops over acc are short, or in halves: long ones LLVM unrolls too late to keep what they
+    # index in registers.
     Q_SIZE, ACC_SIZE, S_SIZE, P_SIZE = 4 * STEPS, 8 * DIM_PAIRS, 8 * KEY_PAIRS, 4 * KEY_PAIRS
     LARGEST_KEPT = MAX_KEPT_WITH_MASK if spec.mask_dtype else MAX_KEPT_HEAD_DIM
     KEEPS_Q = HEAD_DIM <= LARGEST_KEPT
@@ -193,7 +196,8 @@ def make(spec: KernelSpec) -> Source:
 
     @inline
     def add_nonfinite(acc: Any, kv_pos: Any, num_keys: Any, begin: Any, end: Any, base: Any, first_chunk: Any) -> None:
-        """Infinities and NaNs of half the value tile, first_chunk and after, added to the rows that see them."""
+        """Infinities and NaNs of half the value tile, first_chunk and after, added to the rows that
+        see them."""
         column = 4 * (cuda.threadIdx.x & 3)
         for key in range(num_keys):
             is_seen0 = masks.is_visible(kv_pos + key, begin[0], end[0])
@@ -209,8 +213,8 @@ def make(spec: KernelSpec) -> Source:
 
     @inline
     def move_nonfinite(acc: Any, kv_pos: Any, num_keys: Any, begin: Any, end: Any, base: Any) -> None:
-        """Takes infinities and NaNs out of the value tile and adds them to the rows that see them, and to no other: in the
-        products, a hidden key's weight of 0 takes part."""
+        """Takes infinities and NaNs out of the value tile and adds them to the rows that see them,
+        and to no other: in the products, a hidden key's weight of 0 takes part."""
         add_nonfinite(acc, kv_pos, num_keys, begin, end, base, 0)
         add_nonfinite(acc, kv_pos, num_keys, begin, end, base, DIM_PAIRS)
         cuda.syncthreads()
@@ -222,7 +226,8 @@ def make(spec: KernelSpec) -> Source:
 
     @inline
     def update(s: Any, p: Any, acc: Any, m_i: Any, l_i: Any, unit_log2: Any, i: Any) -> None:
-        """The running softmax of the thread's row i: scores become weights, what was summed is rescaled."""
+        """The running softmax of the thread's row i: scores become weights, what was summed is
+        rescaled."""
         top = m_i[i]
         for j in range(2 * KEY_PAIRS):
             top = softmax.running_max(softmax.running_max(top, s[4 * j + 2 * i]), s[4 * j + 2 * i + 1])
@@ -268,7 +273,8 @@ def make(spec: KernelSpec) -> Source:
     finish = finish_of(BLOCK_M, 2, store_state, store_row)
 
     def kernel(params: Any) -> None:
-        # q, acc, s, p: as mma spreads a warp's 16 rows over its lanes; a thread has rows lane // 4 and lane // 4 + 8
+        # q, acc, s, p: as mma spreads a warp's 16 rows over its lanes; a thread has rows lane // 4
+        # and lane // 4 + 8
         q, acc = cuda.local.array(Q_SIZE, int32), cuda.local.array(ACC_SIZE, float32)
         s, p = cuda.local.array(S_SIZE, float32), cuda.local.array(P_SIZE, int32)
         m_i, l_i = cuda.local.array(2, float32), cuda.local.array(2, float32)

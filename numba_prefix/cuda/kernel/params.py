@@ -1,6 +1,7 @@
 """Parameters of a CUDA kernel: one named tuple, which a launch passes as a parameter a field.
 
-The host makes a Params by name; kernels read `params.q_ptr` of the same tuple, typed by params_type in compile/compiler.py.
+The host makes a Params by name; kernels read `params.q_ptr` of the same tuple, typed by params_type
+in compile/compiler.py.
 """
 
 from __future__ import annotations
@@ -33,7 +34,8 @@ SLOT_BYTES = 8
 
 
 def in_memory(params: Any) -> NDArray[np.int64]:
-    """A launch's view of parameters, int64 [fields]: each begins a slot of SLOT_BYTES, factors fill the lower half of theirs."""
+    """A launch's view of parameters, int64 [fields]: each begins a slot of SLOT_BYTES, factors fill
+    the lower half of theirs."""
     block = np.zeros(len(params), np.int64)
     block[: len(INTEGERS)] = params[: len(INTEGERS)]
     block.view(np.float32)[2 * len(INTEGERS) :: 2] = params[len(INTEGERS) :]

@@ -25,8 +25,7 @@ class RankError(RuntimeError):
 
 
 class Ranks:
-    """One rank's view of its group. The public methods are collectives: all ranks call them, in the
-    same order."""
+    """One rank's view of its group. All ranks call its public methods, in the same order."""
 
     def __init__(self, group: Any) -> None:
         if not dist.is_available() or not dist.is_initialized():
@@ -71,7 +70,7 @@ class Ranks:
         return self._reduce(values, dist.ReduceOp.MAX)
 
     def concatenate(self, part: Any, sizes: Sequence[int]) -> Any:
-        """Every rank's [rows, sizes[rank], ...], joined along axis 1 in rank order, on each
+        """Every rank's [rows, sizes[rank], ...], joined along axis 1 in rank order; same on each
         rank."""
         if part.numel() == 0:
             return part.new_empty((len(part), sum(sizes), *part.shape[2:]))

@@ -17,7 +17,7 @@ from numba_prefix.integrations.transformers.refusals import check_options, refus
 
 
 def bloom_forward(original: Callable[..., Any]) -> Callable[..., Any]:
-    """A BloomAttention.forward that computes calls with a LengthsMask and leaves others to the
+    """A BloomAttention.forward that computes calls with a LengthsMask; others go to the
     original."""
 
     @wraps(original)
@@ -53,8 +53,7 @@ def bloom_forward(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def mpt_forward(original: Callable[..., Any]) -> Callable[..., Any]:
-    """An MptAttention.forward that computes calls with a LengthsMask and leaves others to the
-    original."""
+    """An MptAttention.forward that computes calls with a LengthsMask; others go to the original."""
 
     @wraps(original)
     def forward(

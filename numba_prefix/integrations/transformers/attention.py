@@ -91,8 +91,7 @@ def _is_padded(spans: Spans) -> bool:
 
 
 def _slots_apart(t: Tensor) -> int | None:
-    """Number of slots from one sequence's first key to the next one's, or None if that is no whole
-    number."""
+    """Slots from one sequence's first key to the next one's, or None if that is no whole number."""
     apart, rest = divmod(t.stride(0), t.stride(2)) if t.stride(2) > 0 else (0, 1)
     return None if rest else apart
 

@@ -1,5 +1,5 @@
-"""Errors for everything that the operator does not compute: a network's attention is never silently
-replaced by another."""
+"""Errors for everything that the operator does not compute: no network gets another attention
+silently."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The operator's run for a layer: the first layer of a forward pass plans, the others reuse its
+"""The operator's run for a layer: the first layer of a forward pass plans, others reuse its
 plan."""
 
 from __future__ import annotations
@@ -15,8 +15,7 @@ from numba_prefix.front.operation import Context, Op
 
 @dataclass(slots=True)
 class Counts:
-    """Totals of this process's computations; the difference of two of them covers the time
-    between."""
+    """Totals of this process's computations; the difference of two covers the time between."""
 
     plans: int = 0  # operations planned: one for all layers of a forward pass
     runs: int = 0  # layers computed

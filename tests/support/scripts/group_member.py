@@ -53,7 +53,6 @@ def is_same_everywhere(*tensors: Any) -> bool:
 
 
 # --- heads
-# -----------------------------------------------------------------------------------------------------------
 
 
 def heads_case(form: str = "causal", dtype: str = "float32") -> Case:
@@ -103,7 +102,6 @@ def heads_with_listed_slopes() -> None:
 
 
 # --- pages
-# -----------------------------------------------------------------------------------------------------------
 
 
 def owners_of(case: Case, pattern: str) -> np.ndarray:
@@ -209,7 +207,6 @@ def part_of_the_ranks() -> None:
 
 
 # --- errors
-# ----------------------------------------------------------------------------------------------------------
 
 
 def raises(error: type[Exception], words: str) -> Any:

@@ -131,7 +131,7 @@ def main(mode: str) -> None:
             limit = SOON * 3 if beside else SOON  # other threads have their part of the CPUs
             for num_threads in (1, 2):
                 ended_by(error, start, long_call(num_threads), limit)
-            ended_by(error, start, long_call(2, rows=1, tokens=1 << 22, batch=16), limit)  # decode, split
+            ended_by(error, start, long_call(2, rows=1, tokens=1 << 22, batch=16), limit)  # a split
     finally:
         stop.set()
         for thread in beside:
