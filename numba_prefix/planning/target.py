@@ -21,7 +21,7 @@ class PlanOptions(NamedTuple):
 
     lengths: Lengths
     held_blocks: NDArray[np.bool_] | None = None  # [batch, max_block_num]; None: all keys
-    is_part: bool = False  # of the keys, to be merged: out is float32, see kv_runs.part_shift
+    is_part: bool = False  # of the keys: float32 out, to be merged; see kv_runs.part_shift
     validate: str = "full"  # "full", "wait" or "shape"
     num_threads: int | None = None
     stream: Any = None  # the caller's, of any library
@@ -95,10 +95,10 @@ class HostTarget(Target):
         return empty_like(q, shape, dtype)
 
     def check(self) -> None:
-        """Return: runs are done, and raise their errors themselves."""
+        """Do nothing: runs raise their errors themselves."""
 
     def detach(self) -> None:
-        """Return: the run is done."""
+        """Do nothing: the run is done."""
 
 
 def refuse_path(path: str | None, target: str) -> None:
