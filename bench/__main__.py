@@ -27,6 +27,7 @@ from bench import ceiling, contenders
 from bench.cases import CASES, EXTRA_CASES, Case, make_data
 from numba_prefix.cpu import isa
 from numba_prefix.cpu.paths import PATHS
+from numba_prefix.cpu.target import ready_path
 from numba_prefix.reference.oracle import budget, naive
 
 PAGE = Path(__file__).with_name("README.md")
@@ -70,9 +71,9 @@ def line_up(case: Case, dtype: str, num_threads: int, has_vllm: bool) -> tuple[A
     data = make_data(case, getattr(torch, dtype))
     runs = {"ours": contenders.ours(data, num_threads=num_threads)}
     runs["ours, 1 thread"] = contenders.ours(data, num_threads=1)
-    taken = isa.path_of(dtype)
-    for path in PATHS[PATHS.index(taken) + 1 :]:
-        if dtype in path.dtypes and not isa.obstacle(path):
+    taken = ready_path(dtype)
+    for path in PATHS:
+        if path is not taken and dtype in path.dtypes and not isa.obstacle(path):
             runs[f"ours, {path.name}"] = contenders.ours(data, path=path.name, num_threads=num_threads)
     runs["sdpa"] = contenders.sdpa(data)
     if has_vllm:

@@ -66,9 +66,30 @@ def cpu_report() -> dict[str, Any]:
         "architecture": platform.machine(),
         "features": [name for name in names if name in has],
         "missing": [name for name in names if name not in has],
-        "paths": {dtype: isa.path_of(dtype).name for dtype in FLOAT_DTYPES},
+        **_path_report(),
         "unusable": {path.name: isa.obstacle(path) for path in PATHS if isa.obstacle(path)},
     }
+
+
+def _path_report() -> dict[str, Any]:
+    """The path of each dtype, and the speeds that it was chosen by; until they are measured, at the
+    first call of a dtype, the first path that it may take."""
+    from numba_prefix.cpu import speed_test
+    from numba_prefix.cpu.target import measured
+
+    paths, speeds = {}, {}
+    for dtype in FLOAT_DTYPES:
+        candidates, seconds = isa.candidates(dtype), measured(dtype)
+        paths[dtype] = (speed_test.fastest(seconds, candidates) if seconds else candidates[0]).name
+        if len(candidates) > 1:
+            speeds[dtype] = {name: speed_test.FLOPS / value / 1e9 for name, value in seconds.items()}
+    return {"paths": paths, "gflop_per_second": speeds}
+
+
+def _speed_text(dtype: str, speeds: dict[str, float]) -> str:
+    if not speeds:
+        return f"{dtype}: the fastest of its paths is measured at the first call"
+    return f"{dtype}: measured, GFLOP/s on one thread: " + ", ".join(f"{name} {s:.0f}" for name, s in speeds.items())
 
 
 def _model_name() -> str:
@@ -179,6 +200,7 @@ def _rows(report: dict[str, Any]) -> list[tuple[str, str]]:
         ("features", " ".join(cpu["features"]) or "none that matter"),
         ("missing", " ".join(cpu["missing"]) or "none"),
         ("paths", ", ".join(f"{dtype} {path}" for dtype, path in cpu["paths"].items())),
+        *(("", _speed_text(dtype, speeds)) for dtype, speeds in cpu["gflop_per_second"].items()),
         *((f"not {path}", why) for path, why in cpu["unusable"].items()),
         ("threads", f"{team['default']} ({team['reason']})"),
         ("Numba's layer", f"{team['numba_threading_layer']} (not used: kernels run on this package's own threads)"),

@@ -11,18 +11,19 @@ from numba_prefix.cpu.paths import PATHS, Path, by_name
 VARIABLE = "NUMBA_PREFIX_ISA"
 
 
-def path_of(dtype: str) -> Path:
-    """The path that a call takes: the best one for its dtype, from the forced one on. Raises as
-    forced_path does."""
-    return _best_from(forced_path() or PATHS[0], dtype, len(_wrong))
+def candidates(dtype: str) -> tuple[Path, ...]:
+    """The paths that a dtype may take here, those of more special instructions first. Where a path
+    is forced: the first that the dtype can take from there on, alone. Raises as forced_path does."""
+    forced = forced_path()
+    usable = _usable_from(forced or PATHS[0], dtype, len(_wrong))
+    return usable[:1] if forced is not None else usable
 
 
 @functools.cache
-def _best_from(first: Path, dtype: str, num_wrong: int) -> Path:
+def _usable_from(first: Path, dtype: str, num_wrong: int) -> tuple[Path, ...]:
     """num_wrong: paths given up so far. Only a part of the cache's key: giving one up invalidates
     earlier answers."""
-    candidates = PATHS[PATHS.index(first) :]
-    return next(path for path in candidates if dtype in path.dtypes and not obstacle(path))
+    return tuple(path for path in PATHS[PATHS.index(first) :] if dtype in path.dtypes and not obstacle(path))
 
 
 def forced_path() -> Path | None:

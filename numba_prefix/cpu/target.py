@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import ctypes
 import functools
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from numba_prefix.cpu import isa, self_test
+from numba_prefix.cpu import isa, self_test, speed_test
 from numba_prefix.cpu.kernel.params import FIELDS, Params
 from numba_prefix.cpu.kernel.sizes import BLOCK_M, BLOCK_N
 from numba_prefix.cpu.paths import PATHS, Path, by_name, kernel_of
@@ -43,13 +44,16 @@ class CpuTarget(HostTarget):
     def __init__(self, problem: Problem, operands: Operands, options: PlanOptions) -> None:
         super().__init__(problem, operands, options)
         num_threads = resolved(options.num_threads)
+        self._dtype = problem.dtype
         self.plan = plan(
             problem, *options.lengths, num_threads, options.held_blocks, options.is_part, options.pool, options.path
         )
 
     @property
     def reason(self) -> str:
-        return reason(self.plan.path)
+        seconds = measured(self._dtype)
+        is_chosen = self.plan.path.name in seconds and self._options.path is None
+        return reason(self.plan.path) + (f" (measured: {speed_test.summary(seconds)})" if is_chosen else "")
 
     @property
     def workspace_bytes(self) -> int:
@@ -95,7 +99,7 @@ def plan(
     # Partial results are float32, and probabilities rounded to bfloat16 would show in them.
     needs_float32 = is_part or abs(problem.qk_scale) > MAX_PAIRS_SCALE
     dtype = "float32" if needs_float32 else problem.dtype
-    path = _ready_path(dtype) if path_name is None else _named_path(path_name, dtype)
+    path = ready_path(dtype) if path_name is None else _named_path(path_name, dtype)
     return kept_plan(path, problem, q_len, kv_len, num_threads, held_blocks, is_part, pool)
 
 
@@ -119,16 +123,62 @@ def make_ready(path: Path) -> bool:
 def _compute(
     path: Path, problem: Problem, operands: Operands, q_len: NDArray[np.int64], kv_len: NDArray[np.int64]
 ) -> None:
+    _prepare(path, self_test.Case(problem, operands, q_len, kv_len))()
+
+
+def _prepare(path: Path, case: self_test.Case) -> Callable[[], None]:
+    """Runs of a problem on one thread."""
+    problem, operands, q_len, kv_len = case
     assert operands.out is not None
     plan = make_plan(path, problem, q_len, kv_len, 1, None, False, "own")
+    params = bind(plan, operands, operands.out, 0)
     workspace = np.empty(plan.workspace_bytes, np.uint8)
-    run(plan, bind(plan, operands, operands.out, 0), workspace.ctypes.data, (workspace, operands))
+    return lambda: run(plan, params, workspace.ctypes.data, (workspace, operands))
 
 
-def _ready_path(dtype: str) -> Path:
-    while not make_ready(path := isa.path_of(dtype)):
-        pass
-    return path
+def ready_path(dtype: str) -> Path:
+    """The path that a dtype takes, ready: the only one, or the fastest on this machine."""
+    while True:
+        paths = isa.candidates(dtype)
+        path = paths[0] if len(paths) == 1 else _fastest(dtype, paths)
+        if make_ready(path):
+            return path
+
+
+def measured(dtype: str) -> Mapping[str, float]:
+    """Seconds by which the path of a dtype was chosen in this process, or will be, as far as known:
+    empty where there is no choice or nothing was measured yet."""
+    paths = isa.candidates(dtype)
+    if len(paths) == 1:
+        return {}
+    return _seconds.get((dtype, paths)) or speed_test.load(dtype, paths) or {}
+
+
+# By dtype and paths. One answer for the life of a process: results must not change within it.
+_seconds: dict[tuple[str, tuple[Path, ...]], Mapping[str, float]] = {}
+
+
+def _fastest(dtype: str, paths: tuple[Path, ...]) -> Path:
+    """The fastest of these paths, by what this process knows, what an earlier one left on disk, or
+    a measurement; any one of them if some turn out to be wrong meanwhile."""
+    question = dtype, paths
+    if question not in _seconds:
+        uninterrupted(lambda: _find_seconds(*question))
+    seconds = _seconds.get(question)
+    return paths[0] if seconds is None else speed_test.fastest(seconds, paths)
+
+
+def _find_seconds(dtype: str, paths: tuple[Path, ...]) -> None:
+    """Works alone in this process: of several threads that ask, the first finds the answer."""
+    if (dtype, paths) in _seconds:
+        return
+    seconds = speed_test.load(dtype, paths)
+    if seconds is None:
+        if not all([make_ready(path) for path in paths]):
+            return  # there are fewer paths to choose from now
+        seconds = speed_test.measure(dtype, paths, _prepare)
+        speed_test.save(dtype, paths, seconds)
+    _seconds[dtype, paths] = seconds
 
 
 def _named_path(name: str, dtype: str) -> Path:

@@ -80,11 +80,11 @@ def some_machine(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     def has(*paths: str) -> None:
         monkeypatch.setattr(isa, "_missing", lambda path: "" if path.name in paths else f"no {path.name} here")
         monkeypatch.setattr(isa, "_wrong", {})
-        isa._best_from.cache_clear()
+        isa._usable_from.cache_clear()
 
     monkeypatch.delenv(isa.VARIABLE, raising=False)
     yield has
-    isa._best_from.cache_clear()
+    isa._usable_from.cache_clear()
 
 
 class TestChoice:
@@ -98,14 +98,14 @@ class TestChoice:
     )
     def test_best_of_the_machine(self, some_machine: Any, paths: tuple[str, ...], expected: dict[str, str]) -> None:
         some_machine(*paths)
-        assert {dtype: isa.path_of(dtype).name for dtype in FLOAT_DTYPES} == expected
+        assert {dtype: isa.candidates(dtype)[0].name for dtype in FLOAT_DTYPES} == expected
 
     def test_forced(self, some_machine: Any, monkeypatch: pytest.MonkeyPatch) -> None:
         some_machine(*NAMES)
         monkeypatch.setenv(isa.VARIABLE, "avx512_bf16")
-        assert [isa.path_of(dtype).name for dtype in ("bfloat16", "float16")] == ["avx512_bf16", "vector"]
+        assert [isa.candidates(dtype)[0].name for dtype in ("bfloat16", "float16")] == ["avx512_bf16", "vector"]
         monkeypatch.setenv(isa.VARIABLE, " vector ")
-        assert {isa.path_of(dtype).name for dtype in FLOAT_DTYPES} == {"vector"}
+        assert {isa.candidates(dtype)[0].name for dtype in FLOAT_DTYPES} == {"vector"}
 
     @pytest.mark.parametrize(
         ("forced", "message"),
@@ -135,7 +135,7 @@ class TestChoice:
             return False
 
         monkeypatch.setattr(target, "make_ready", make_ready)
-        assert target._ready_path("bfloat16") is VECTOR
+        assert target.ready_path("bfloat16") is VECTOR
         assert (
             isa.obstacle(by_name("amx"))
             == isa.obstacle(by_name("avx512_bf16"))
@@ -169,18 +169,18 @@ class TestChoice:
         monkeypatch.setattr(features, "has_pairs", lambda: True)
         monkeypatch.setattr(amx, "is_permitted", lambda: bool(asked.append(1)))
         isa._missing.cache_clear()
-        isa._best_from.cache_clear()
+        isa._usable_from.cache_clear()
         try:
-            assert isa.path_of("float32").name == "vector"
+            assert isa.candidates("float32")[0].name == "vector"
             monkeypatch.setenv(isa.VARIABLE, "avx512_bf16")
-            assert isa.path_of("bfloat16").name == "avx512_bf16"
+            assert isa.candidates("bfloat16")[0].name == "avx512_bf16"
             assert asked == []
             monkeypatch.delenv(isa.VARIABLE)
-            assert isa.path_of("bfloat16").name == "avx512_bf16"
+            assert isa.candidates("bfloat16")[0].name == "avx512_bf16"
             assert asked == [1]
         finally:
             isa._missing.cache_clear()
-            isa._best_from.cache_clear()
+            isa._usable_from.cache_clear()
 
     def test_features_are_those_that_code_is_compiled_with(self, monkeypatch: pytest.MonkeyPatch) -> None:
         """Else a kernel would name instructions that LLVM was told not to use, at which it ends the
@@ -266,8 +266,8 @@ class TestResults:
     def test_takes_the_forced_path(self, dtype: str) -> None:
         forced = os.environ.get(isa.VARIABLE, "")
         if forced in FASTER and dtype in by_name(forced).dtypes:
-            assert target._ready_path(dtype).name == forced
-        assert f"path {target._ready_path(dtype).name} on " in reason_of(dtype)
+            assert target.ready_path(dtype).name == forced
+        assert f"path {target.ready_path(dtype).name} on " in reason_of(dtype)
 
     @pytest.mark.parametrize("where", ["key", "value"])
     @pytest.mark.parametrize("special", [np.nan, np.inf, -np.inf])
@@ -316,7 +316,7 @@ class TestResults:
     def test_products_alone(self, dtype: str) -> None:
         """What bench compares a path with."""
         bench = pytest.importorskip("bench.ceiling")
-        bench.products(1e6, target._ready_path(dtype), dtype, 48, 1)()
+        bench.products(1e6, target.ready_path(dtype), dtype, 48, 1)()
 
     def test_batch_and_alone(self, dtype: str) -> None:
         case = make_case(*self.LENGTHS, head_num=2, kv_head_num=1, head_size=32, dtype=dtype)

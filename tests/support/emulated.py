@@ -104,7 +104,7 @@ def install() -> None:
         }.items():
             setattr(amx_tiles, name, function)
     isa._missing = lambda path: ""
-    isa._best_from.cache_clear()
+    isa._usable_from.cache_clear()
     save, load = cache.KernelCache.save_overload, cache.KernelCache.load_overload
     imitated = {f"drain_{path.name}" for path in lacking}
 
