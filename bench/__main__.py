@@ -106,7 +106,7 @@ def gate(dtype: str, num_threads: int, has_vllm: bool) -> dict[str, str]:
     for name, run in runs.items():
         if not name.endswith(("alibi", "template", "alone")):
             out = contenders.joined(run())
-            verdict = budget(out.numpy() if dtype != "bfloat16" else out.float().numpy(), exact, plain)
+            verdict = budget(out, exact, plain)
             verdicts[name] = f"{'ok' if verdict.ok else 'OVER BUDGET'} {verdict.max_error:.1e}"
     if not verdicts["ours"].startswith("ok"):
         raise SystemExit(f"gate: our {dtype} result is over budget ({verdicts['ours']}): no figures")
