@@ -71,18 +71,21 @@ def addresses_of(operands: Operands, out: Tensor, lse_address: int) -> tuple[int
 
 def strides_of(operands: Operands, out: Tensor) -> tuple[int, ...]:
     """Values of STRIDES."""
-    q, k, v, table, mask = operands.q, operands.k_cache, operands.v_cache, operands.block_tables, operands.mask
-    item, out_item = ITEM_BYTES[q.dtype], ITEM_BYTES[out.dtype]
-    mask_strides = (0, 0, 0)
+    o, mask = operands, operands.mask
+    mask_strides: tuple[int, ...] = (0, 0, 0)
     if mask is not None:
-        head, row, column = (0, *mask.strides) if mask.ndim == 2 else mask.strides
-        mask_item = ITEM_BYTES[mask.dtype]
-        mask_strides = (head * mask_item, row * mask_item, column * mask_item)
+        mask_strides = (0, *_stride_bytes(mask, 2)) if mask.ndim == 2 else _stride_bytes(mask, 3)
     return (
-        *(q.strides[0] * item, q.strides[1] * item),
-        *(k.strides[0] * item, k.strides[1] * item, k.strides[2] * item),
-        *(v.strides[0] * item, v.strides[1] * item, v.strides[2] * item),
-        *(table.strides[0] * 4, table.strides[1] * 4),
+        *_stride_bytes(o.q, 2),
+        *_stride_bytes(o.k_cache, 3),
+        *_stride_bytes(o.v_cache, 3),
+        *_stride_bytes(o.block_tables, 2),
         *mask_strides,
-        *(out.strides[0] * out_item, out.strides[1] * out_item),
+        *_stride_bytes(out, 2),
     )
+
+
+def _stride_bytes(t: Tensor, axes: int) -> tuple[int, ...]:
+    """Byte strides of a tensor's first axes."""
+    item = ITEM_BYTES[t.dtype]
+    return tuple([stride * item for stride in t.strides[:axes]])

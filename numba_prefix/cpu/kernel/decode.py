@@ -13,7 +13,7 @@ import numpy as np
 
 from numba_prefix.cpu.compile.jit import device_function, inline
 from numba_prefix.cpu.kernel import params as c
-from numba_prefix.cpu.kernel.decode_dot import VALUE_PANELS, add_values, score_vector
+from numba_prefix.cpu.kernel.decode_dot import FOLD_ROWS, NUM_DTYPES, VALUE_PANELS, add_values, score_vector
 from numba_prefix.cpu.kernel.paged_kv import item_bytes, list_rows, load_any, load_query, narrow_row
 from numba_prefix.cpu.kernel.row_state import (
     is_last_split,
@@ -45,7 +45,7 @@ from numba_prefix.rules import tiling
 from numba_prefix.rules.elementwise import multiply_add, where
 from numba_prefix.rules.softmax import add_part, normalize, rescale, running_max, shift_of
 
-WIDTH_1, WIDTH_4, WIDTH_8 = (16 * VALUE_PANELS[rows] for rows in (1, 4, 8))
+WIDTH_1, WIDTH_4, WIDTH_8 = (16 * VALUE_PANELS[rows] for rows in FOLD_ROWS)
 ZERO = np.float32(0.0)
 NEG_INF = np.float32(-np.inf)
 
@@ -138,13 +138,14 @@ def score_decode(
 @inline
 def micro_kernel_code(params: Any, fold_rows: Any) -> Any:
     """The number of the micro-kernel for these rows and this dtype (decode_dot.py)."""
-    return (0 if fold_rows == 1 else 3 if fold_rows == 4 else 6) + params.dtype
+    place = 0 if fold_rows == FOLD_ROWS[0] else 1 if fold_rows == FOLD_ROWS[1] else 2
+    return place * NUM_DTYPES + params.kv_dtype
 
 
 @device_function
 def output_decode(params: Any, fold_rows: Any, num_keys: Any, next_k_list_ptr: Any, scratch_ptr: Any) -> None:
     """The output product; asks for the keys of the next tile meanwhile."""
-    head_size, item, pitch = params.head_size, item_bytes(params.dtype), params.row_pitch
+    head_size, item, pitch = params.head_size, item_bytes(params.kv_dtype), params.row_pitch
     width = WIDTH_1 if fold_rows == 1 else WIDTH_4 if fold_rows == 4 else WIDTH_8
     code = micro_kernel_code(params, fold_rows)
     v_list_ptr, p_ptr = scratch_ptr + params.v_list_offset, scratch_ptr + params.s_offset
@@ -160,11 +161,11 @@ def output_decode(params: Any, fold_rows: Any, num_keys: Any, next_k_list_ptr: A
 
 @device_function
 def has_non_finite_values(params: Any, num_keys: Any, scratch_ptr: Any) -> Any:
-    item = item_bytes(params.dtype)
+    item = item_bytes(params.kv_dtype)
     for j in range(num_keys):
         source_ptr = load1_i64(scratch_ptr + params.v_list_offset + 8 * j)
         for i in range(0, params.head_size, 16):
-            if any_lane(is_not_finite(load_any(params.dtype, source_ptr + i * item))):
+            if any_lane(is_not_finite(load_any(params.kv_dtype, source_ptr + i * item))):
                 return True
     return False
 
@@ -173,7 +174,7 @@ def has_non_finite_values(params: Any, num_keys: Any, scratch_ptr: Any) -> Any:
 def output_non_finite_decode(params: Any, fold_rows: Any, kv_pos: Any, num_keys: Any, scratch_ptr: Any) -> None:
     """The output product with values that are not finite: a probability of 0 must not meet them.
     The same sums, the same bits."""
-    item = item_bytes(params.dtype)
+    item = item_bytes(params.kv_dtype)
     for row in range(fold_rows):
         begin, _, _, end = range_of_lanes(params, row, row, scratch_ptr)
         first, stop = tiling.keys_between(begin, end, kv_pos, num_keys)
@@ -181,7 +182,7 @@ def output_non_finite_decode(params: Any, fold_rows: Any, kv_pos: Any, num_keys:
         for i in range(0, params.head_size, 16):
             total = splat_f32(ZERO)
             for j in range(first, stop):
-                value = load_any(params.dtype, load1_i64(scratch_ptr + params.v_list_offset + 8 * j) + i * item)
+                value = load_any(params.kv_dtype, load1_i64(scratch_ptr + params.v_list_offset + 8 * j) + i * item)
                 p = splat_f32(load1_f32(scratch_ptr + params.s_offset + 4 * (j * fold_rows + row)))
                 total = multiply_add(value, p, total)
             acc_ptr = scratch_ptr + params.acc_offset + row * params.row_pitch + 4 * i

@@ -13,9 +13,11 @@ from llvmlite import ir
 from numba.core import types
 from numba.extending import intrinsic
 
+from numba_prefix.cpu.kernel.params import DTYPE_CODES
 from numba_prefix.cpu.simd.features import features
 from numba_prefix.cpu.simd.lanes import F32, I32, I64, LANES, call, f32x16, splat
 from numba_prefix.cpu.simd.memory import I16, bf16_to_f32, emit_prefetch, f16_to_f32, pointer
+from numba_prefix.inputs.arrays import ITEM_BYTES
 
 # Accumulators of 16 lanes kept in registers at a time: 16 where there are 32 vector registers of 16
 # lanes, 4 elsewhere.
@@ -28,14 +30,20 @@ FOLD_ROWS = (1, 4, 8)  # as tiling.fold_rows
 # Vectors of a value row that one wide pass over the keys takes.
 VALUE_PANELS = {rows: max(1, min(4, DOTS // rows)) for rows in FOLD_ROWS}
 ZERO = ir.Constant(f32x16.llvm, [ir.Constant(F32, 0.0)] * LANES)
-DTYPES = ("float16", "bfloat16", "float32")
+DTYPES = tuple(DTYPE_CODES)
+# Elements as they are stored, and what makes float32 of them.
+WIDENED: dict[str, tuple[ir.Type, Any]] = {
+    "float16": (I16, f16_to_f32),
+    "bfloat16": (I16, bf16_to_f32),
+    "float32": (F32, None),
+}
+NUM_DTYPES = len(DTYPES)
 
 
 def _load_row(builder: ir.IRBuilder, dtype: str, address: ir.Value, count: int = LANES) -> ir.Value:
-    if dtype == "float32":
-        return builder.load(pointer(builder, address, ir.VectorType(F32, count)), align=1)
-    raw = builder.load(pointer(builder, address, ir.VectorType(I16, count)), align=1)
-    return (f16_to_f32 if dtype == "float16" else bf16_to_f32)(builder, raw)
+    element, widen = WIDENED[dtype]
+    stored = builder.load(pointer(builder, address, ir.VectorType(element, count)), align=1)
+    return stored if widen is None else widen(builder, stored)
 
 
 def _count_loop(builder: ir.IRBuilder, count: ir.Value, start: list[ir.Value], body: Any) -> list[ir.Value]:
@@ -98,7 +106,7 @@ def _joined(builder: ir.IRBuilder, vectors: list[ir.Value]) -> ir.Value:
 
 def _emit_scores(builder: ir.IRBuilder, args: Any, rows: int, dtype: str) -> None:
     keys, values, q, q_pitch, depth, s = args
-    item = 4 if dtype == "float32" else 2
+    item = ITEM_BYTES[dtype]
     offset = lambda base, i: builder.add(base, ir.Constant(I64, i))  # noqa: E731
     num_keys = LANES // rows
     sources, asked_for = (
@@ -163,7 +171,7 @@ def _emit_values(builder: ir.IRBuilder, args: Any, rows: int, dtype: str, num_ve
 
 def _emit_value_rows(builder: ir.IRBuilder, args: Any, rows: int, some: range, dtype: str, num_vectors: int) -> None:
     sources, next_keys, offset, p, num_keys, acc, acc_pitch, alpha = args
-    item = 64 if dtype == "float32" else 32
+    item = LANES * ITEM_BYTES[dtype]
     blocks = [(r, x) for r in some for x in range(num_vectors)]
     constant = lambda value: ir.Constant(I64, value)  # noqa: E731
 

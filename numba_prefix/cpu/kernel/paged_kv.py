@@ -134,7 +134,7 @@ def widen_rows(
 @device_function
 def load_query(params: Any, source_ptr: Any, target_ptr: Any) -> None:
     """A query row as float32, times qk_scale's sign."""
-    widen_rows(params.dtype, source_ptr, 0, target_ptr, 0, 1, params.head_size)
+    widen_rows(params.q_dtype, source_ptr, 0, target_ptr, 0, 1, params.head_size)
     sign = params.q_sign
     if sign != ONE:
         for i in range(0, params.head_size, 16):
@@ -195,7 +195,7 @@ def load_rows(params: Any, blocks: Any, kv_pos: Any, num_keys: Any, rows_ptr: An
     while done < num_keys:
         source_ptr, count = rows_in_block(params, blocks, kv_pos + done, num_keys - done)
         target_ptr = rows_ptr + done * params.row_pitch
-        widen_rows(params.dtype, source_ptr, slot_stride, target_ptr, params.row_pitch, count, params.head_size)
+        widen_rows(params.kv_dtype, source_ptr, slot_stride, target_ptr, params.row_pitch, count, params.head_size)
         done += count
 
 

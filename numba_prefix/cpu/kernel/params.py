@@ -18,7 +18,7 @@ from numba_prefix.planning.params import ADDRESSES, BIASES, FACTORS, STRIDES
 _WORKSPACE = ("queue_ptr", "arrivals_ptr", "partials_ptr", "scratch_ptr")
 _SIZES = ("scratch_bytes", "head_bytes")
 _COUNTS = ("num_items", "kv_head_num", "item_heads", "group_size", "head_size", "block_size")
-_CODES = ("dtype", "out_dtype", "mask_dtype", "bias", "has_shift")
+_CODES = ("q_dtype", "kv_dtype", "out_dtype", "mask_dtype", "bias", "has_shift")
 # int64, byte offsets in a worker's scratch of one kv head. Lanes are query rows: a panel is 16 of
 # them.
 OFFSETS = (

@@ -227,7 +227,7 @@ def make_attend(pack_values: Any, scale_acc: Any, step: Any) -> Any:
         non_finite_values = pack_values(params, False, v_list_ptr, num_keys, scratch_ptr)
         if non_finite_values:
             pack_values(params, True, v_list_ptr, num_keys, scratch_ptr)
-        row_bytes = params.head_size * item_bytes(params.dtype)
+        row_bytes = params.head_size * item_bytes(params.kv_dtype)
         turns = ceil_div(num_panels, STRIP) * ceil_div(num_keys, BLOCK_N) + 2
         # The first panel of a strip, and a key: a turn scores what the next one exponentiates and
         # the one after that adds.

@@ -208,7 +208,7 @@ def attend_keys(
 ) -> None:
     """Attends all panels of a tile to the keys of one work item; meanwhile the rows of the next key
     tile come into the cache."""
-    row_bytes = params.head_size * item_bytes(params.dtype)
+    row_bytes = params.head_size * item_bytes(params.kv_dtype)
     k_rows_ptr, v_rows_ptr = scratch_ptr + params.k_rows_offset, scratch_ptr + params.v_rows_offset
     k_list_ptr, v_list_ptr = scratch_ptr + params.k_list_offset, scratch_ptr + params.v_list_offset
     kv_idx, n_end = work_item[tiling.N_BEGIN], work_item[tiling.N_END]
