@@ -137,8 +137,8 @@ class Op:
         }
         problem, operands = static_problem(
             given["q"], given["k_cache"], given["v_cache"], given["block_tables"], mask=given["mask"],
-            slopes=given["slopes"], out=given["out"], mask_type=self.problem.mask_type, head_num=self.problem.head_num,
-            kv_head_num=self.problem.kv_head_num, qk_scale=self.problem.qk_scale,
+            slopes=given["slopes"], out=given["out"], head_num=self.problem.head_num,
+            kv_head_num=self.problem.kv_head_num, **self.problem.options,
             out_dtype=old.out.dtype if old.out is not None else None, known_slopes=old.slopes,
         )  # fmt: skip
         if replace(problem, num_blocks=0) != replace(self.problem, num_blocks=0) or operands.q.device != old.q.device:

@@ -44,10 +44,9 @@ class ReferenceTarget(HostTarget):
         result, log_sums = oracle.reference(
             *(o.q, o.k_cache, o.v_cache, o.block_tables),
             *options.lengths,
-            mask_type=problem.mask_type,
+            **problem.options,
             mask=o.mask,
             slopes=o.slopes,
-            qk_scale=problem.qk_scale,
             return_lse=True,
             held_blocks=options.held_blocks,
         )

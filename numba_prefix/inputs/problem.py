@@ -56,6 +56,11 @@ class Problem:
         return self.head_num // self.kv_head_num
 
     @property
+    def options(self) -> dict[str, Any]:
+        """The options of the call that are no arrays, as static_problem and the oracle take them."""
+        return {"mask_type": self.mask_type, "qk_scale": self.qk_scale}
+
+    @property
     def is_causal(self) -> bool:
         return self.mask_type is not MaskType.NONE
 
