@@ -52,6 +52,12 @@ KERNEL_OF: dict[str, Any] = {
     "test_dtypes": lambda dtype, form: (dtype, 32, form, (8, 0), dtype),
     "test_head_sizes": lambda cc, dtype, head_size: (dtype, head_size, "causal", cc, ""),
     "test_masks_of_large_heads": lambda form: ("float16", 128, form, (9, 0), "float32"),
+    "test_split_keys": lambda cc, form: ("float16", 32, form, cc, "float32"),
+    "test_scales": lambda cc, qk_scale: ("float16", 32, "causal", cc, ""),
+    "test_no_bank_conflicts": lambda family, dtype, head_size: (
+        *(dtype, head_size, "causal"),
+        *((8, 0) if family == "mma" else (7, 5), ""),
+    ),
 }
 
 
