@@ -202,7 +202,7 @@ WITHOUT = """
 import sys
 sys.modules.update(dict.fromkeys({blocked!r}))
 import numba_prefix
-from numba_prefix.cuda.compile import compile_kernel
+from numba_prefix.cuda.compile.compiler import compile_kernel
 from kernel_stubs import spec_of, stubs
 with stubs():
     for attempt in range(2):

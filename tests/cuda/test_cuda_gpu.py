@@ -164,7 +164,7 @@ def test_cache_over_4_gib() -> None:
 @pytest.mark.parametrize("tool", ["memcheck", "racecheck", "synccheck", "initcheck"])
 def test_sanitizer(tool: str) -> None:
     command = ["compute-sanitizer", "--tool", tool, "--error-exitcode", "9", sys.executable]
-    command.append(str(ROOT / "tests" / "scripts" / "on_gpu.py"))
+    command.append(str(ROOT / "tests" / "support" / "scripts" / "on_gpu.py"))
     done = subprocess.run(command, env=environment(), capture_output=True, text=True, timeout=590, check=False)
     assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-2000:]
 

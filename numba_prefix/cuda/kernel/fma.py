@@ -130,18 +130,7 @@ def make(spec: KernelSpec) -> Source:
                     s[KEYS * i + j] = total
 
     @inline
-    def update(
-        s: Any,
-        acc: Any,
-        m_i: Any,
-        l_i: Any,
-        begin: Any,
-        end: Any,
-        first: Any,
-        base: Any,
-        unit_log2: Any,
-        i: Any,
-    ) -> None:
+    def update(s: Any, acc: Any, m_i: Any, l_i: Any, seen: Any, base: Any, unit_log2: Any, i: Any) -> None:
         """The running softmax of the thread's row i: scores become weights, what was summed is rescaled."""
         top = m_i[i]
         for j in range(KEYS):
@@ -155,7 +144,7 @@ def make(spec: KernelSpec) -> Source:
         for j in range(KEYS):
             weight = softmax.weight(s[KEYS * i + j], shift, unit_log2)
             total = total + weight
-            is_seen = masks.is_visible(first + ROW_THREADS * j, begin[i], end[i])
+            is_seen = seen[i] & (1 << j) != 0
             key = (cuda.threadIdx.x & 7) + ROW_THREADS * j
             ptx.store_shared_f32(np.int32(base + P_TILE + row * P_PITCH + F32 * key), where(is_seen, weight, HIDDEN))
         m_i[i], l_i[i] = top, total
@@ -215,11 +204,8 @@ def make(spec: KernelSpec) -> Source:
             cuda.local.array(ROWS, float32),
         )
         q_pos, bias_pos = cuda.local.array(ROWS, int32), cuda.local.array(ROWS, int32)
-        begin, end, mask_base = (
-            cuda.local.array(ROWS, int32),
-            cuda.local.array(ROWS, int32),
-            cuda.local.array(ROWS, int64),
-        )
+        # a bit for each key of the thread
+        seen, mask_base = cuda.local.array(ROWS, int32), cuda.local.array(ROWS, int64)
         lane, warp, base = np.int32(cuda.threadIdx.x & 31), np.int32(cuda.threadIdx.x >> 5), ptx.shared_base()
         work_item, kv_head, sequence, runs = work_of(params, params.work_ptr)
         b, n_end, q_begin = work_item[SEQUENCE], work_item[N_END], sequence[Q_BEGIN]
@@ -249,15 +235,18 @@ def make(spec: KernelSpec) -> Source:
             load_tile(base + KV_TILE, v_base, params.v_block_stride, params.v_slot_stride, page, slot, params.head_size)
             first = kv_pos + (cuda.threadIdx.x & 7)
             for i in range(ROWS):
-                begin[i], end[i] = keys_seen(sequence, q_pos[i], kv_pos, num_keys)
+                begin, end = keys_seen(sequence, q_pos[i], kv_pos, num_keys)
+                seen[i] = 0
                 for j in range(KEYS):
                     score, at = s[KEYS * i + j], np.int32(first + ROW_THREADS * j)
                     if HAS_BIAS:
                         add = bias(params, mask_base[i], slope[i], q_pos[i], bias_pos[i], at)
                         score = score * params.qk_scale + add
-                    s[KEYS * i + j] = where(masks.is_visible(at, begin[i], end[i]), score, F32_NEG_INF)
+                    is_seen = masks.is_visible(at, begin, end)
+                    s[KEYS * i + j] = where(is_seen, score, F32_NEG_INF)
+                    seen[i] = np.int32(seen[i] | where(is_seen, 1 << j, 0))
             for i in range(ROWS):
-                update(s, acc, m_i, l_i, begin, end, first, base, params.unit_log2, i)
+                update(s, acc, m_i, l_i, seen, base, params.unit_log2, i)
             cuda.syncthreads()  # weights and values are there
             add_values(acc, base)
             kv_idx += num_keys
