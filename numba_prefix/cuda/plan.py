@@ -1,4 +1,5 @@
-"""Plans of the CUDA target: the work of a call, cut into a kernel's tiles and put on the GPU."""
+"""Plans of the CUDA target: the work of a call, cut into a kernel's tiles and uploaded to the
+GPU."""
 
 from __future__ import annotations
 
@@ -19,7 +20,8 @@ from numba_prefix.rules.tiling import NUM_SPLITS, SPLIT_IDX, SPLIT_TILE, round_u
 
 MAX_GRID = 2**31 - 1
 TABLE_ALIGNMENT = 8  # int64 that tables begin at multiples of
-# Tables that a flag may be about, when a plan is bound to others before it is looked at: more are not kept alive.
+# Tables that a flag may be about, when a plan is bound to others before it is looked at: more are
+# not kept alive.
 MAX_WATCHED = 8
 
 
@@ -45,7 +47,8 @@ class Watched:
 
 
 class CudaPlan:
-    """Everything about a run that does not depend on where the arrays are, and what it has borrowed of the GPU."""
+    """Everything about a run that does not depend on where the arrays are, with what it has
+    allocated on the GPU."""
 
     def __init__(
         self,
@@ -57,8 +60,8 @@ class CudaPlan:
         validate: str,
         cut_tiles: Cutter,
     ) -> None:
-        """Lengths are int64 [batch], held_blocks bool [batch, max_block_num] (None: all), checked. is_part: lse leaves out
-        what kv_runs.part_shift says. The device's context is current."""
+        """Lengths are int64 [batch], held_blocks bool [batch, max_block_num] (None: all), checked.
+        is_part: lse leaves out what kv_runs.part_shift says. The device's context is current."""
         self.device, self.problem, self.is_part, self.validate = device, problem, is_part, validate
         self.loan: Loan = device.borrow()
         self._lengths, self._held_blocks, self._cut_tiles = lengths, held_blocks, cut_tiles
@@ -110,7 +113,8 @@ class CudaPlan:
         self._watched.append(Watched(problem, table))
 
     def look(self) -> None:
-        """Raise the error of a bad block id that a kernel has met so far; asks the GPU for nothing if none has."""
+        """Raise the error of a bad block id that a kernel has met so far; asks the GPU for nothing
+        if none has."""
         flag = self.loan.flag
         if self.validate != "shape" and flag.is_set:
             flag.clear()

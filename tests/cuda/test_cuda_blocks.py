@@ -1,4 +1,5 @@
-"""Block tables on a GPU: who learns of a bad id, and when; and calls for a part of the blocks. On a fake GPU."""
+"""Block tables on a GPU: who learns of a bad id, and when; and calls for a part of the blocks. On a
+fake GPU."""
 
 from __future__ import annotations
 
@@ -87,7 +88,8 @@ def test_bad_block_of_a_strided_table(fake: FakeDriver) -> None:
 
 @pytest.mark.parametrize("validate", ["full", "wait", "shape"])
 def test_one_call_and_bad_blocks(lazy: FakeDriver, validate: str) -> None:
-    """ "wait" tells at once, "full" at the thread's next call, "shape" never; bad blocks count as zeros."""
+    """ "wait" tells at once, "full" at the thread's next call, "shape" never; bad blocks count as
+    zeros."""
     case = case_of(lengths=SHORT)
     bad, good = on_gpu(lazy, spoilt(case)), on_gpu(lazy, case)
     if validate == "wait":
@@ -129,7 +131,8 @@ def test_unread_blocks_do_not_matter(fake: FakeDriver) -> None:
 
 @pytest.mark.parametrize("form", ["causal", "alibi_left_align-generator", "alibi-template"])
 def test_parts(fake: FakeDriver, form: str) -> None:
-    """float32 outputs of held keys, with an lse that lacks the part's shift; slopes on either side."""
+    """float32 outputs of held keys, with an lse that lacks the part's shift; slopes on either
+    side."""
     case = with_mask(case_of(lengths=SHORT), form)
     held = np.random.default_rng(0).random(case.block_tables.shape) < 0.5
     a = case.arguments()

@@ -1,4 +1,5 @@
-"""Cubins on disk: what is kept, when it is used, and that no state of the directory is worse than having none."""
+"""Cubins on disk: what is kept, when it is used, and that no state of the directory is worse than
+having none."""
 
 from __future__ import annotations
 
@@ -30,7 +31,8 @@ POSIX = pytest.mark.skipif(sys.platform == "win32", reason="owners and modes are
 
 @pytest.fixture
 def compilations(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[Any]:
-    """What was compiled, in a process that has nothing yet and a directory of its own. Compiling gives KERNEL."""
+    """What was compiled, in a process that has nothing yet and a directory of its own. Compiling
+    gives KERNEL."""
     made: list[Any] = []
 
     def compile_kernel(spec: Any, cc: Any) -> Compiled:
@@ -110,7 +112,8 @@ def test_whatever_code_depends_on(
 
 @pytest.mark.parametrize("target", ["cpu", "cuda"])
 def test_all_sources_count(target: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Every file in the folders that kernels and their compiler lie in, as they are on disk, and the rules."""
+    """Every file in the folders that kernels and their compiler lie in, as they are on disk, and
+    the rules."""
     from numba_prefix.cpu.compile import cache
 
     digest = cache.source_digest if target == "cpu" else cubins._digest
@@ -193,7 +196,8 @@ def test_what_is_not_trusted(kind: str, compilations: list[Any], tmp_path: Path)
 
 @POSIX
 def test_no_place_to_write(compilations: list[Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A file in the way, a directory that nothing can be made in, no home at all: compiled each time."""
+    """A file in the way, a directory that nothing can be made in, no home at all: compiled each
+    time."""
     (tmp_path / "file").write_text("in the way")
     for place in (tmp_path / "file", Path("/proc")):
         monkeypatch.setenv("NUMBA_CACHE_DIR", str(place))
@@ -275,7 +279,8 @@ def test_errors_are_not_kept(compilations: list[Any], monkeypatch: pytest.Monkey
 
 @pytest.mark.skipif(not HAS_COMPILER, reason="numba-cuda is not installed")
 def test_processes(tmp_path: Path) -> None:
-    """Two on one empty cache: both compile, or one finds what the other has left; then one that finds all needs no Numba."""
+    """Two on one empty cache: both compile, or one finds what the other has left; then one that
+    finds all needs no Numba."""
     env = environment(NUMBA_CACHE_DIR=str(tmp_path))
     both = [start("cuda_cached.py", env=env) for _ in range(2)]
     said = [finish(process).split() for process in both]

@@ -1,4 +1,5 @@
-"""From a kernel's function to a cubin: what the code is like, what is said about it, what it takes and what it leaves alone."""
+"""From a kernel's function to a cubin: what the code is like, what is said about it, what it takes
+and what it leaves alone."""
 
 from __future__ import annotations
 
@@ -58,7 +59,8 @@ def sections(cubin: bytes) -> dict[str, bytes]:
 
 
 def attribute(cubin: bytes, wanted: int) -> list[int]:
-    """Values of an attribute of the functions in a cubin; each has the function's number before it."""
+    """Values of an attribute of the functions in a cubin; each has the function's number before
+    it."""
     info, place, found = sections(cubin)[".nv.info"], 0, []
     while place < len(info):
         form, name, size = struct.unpack_from("<BBH", info, place)
@@ -71,7 +73,8 @@ def attribute(cubin: bytes, wanted: int) -> list[int]:
 @needs_compiler
 @pytest.mark.parametrize("cc", GENERATIONS)
 def test_the_kernel_as_launched(cc: tuple[int, int]) -> None:
-    """Its name, its GPU, its threads, and the parameters that a launch packs: in order, none left out or widened."""
+    """Its name, its GPU, its threads, and the parameters that a launch packs: in order, none left
+    out or widened."""
     found = compiled("scaled", cc)
     assert found.name == spec_of("scaled").name
     assert found.cc == cc
@@ -103,7 +106,8 @@ def test_the_code_computes() -> None:
 @needs_compiler
 @pytest.mark.parametrize("cc", [(7, 5), (12, 0)])
 def test_arithmetic_is_that_of_the_rules(cc: tuple[int, int]) -> None:
-    """Rounded as IEEE says and with denormals; NaN and infinities are asked for; products and sums are one operation."""
+    """Rounded as IEEE says and with denormals; NaN and infinities are asked for; products and sums
+    are one operation."""
     ptx = compiled("arithmetic", cc).ptx
     for instruction in ("fma.rn.f32", "div.rn.f32", "sqrt.rn.f32", "sub.f32", "setp.nan.f32", "0fFF800000"):
         assert instruction in ptx
@@ -153,7 +157,8 @@ def assembler() -> str | None:
 @pytest.mark.parametrize("cc", GENERATIONS)
 @pytest.mark.parametrize("kind", ["arithmetic", "spilled", "local"])
 def test_the_cubin_is_the_ptx(kind: str, cc: tuple[int, int], tmp_path: Path) -> None:
-    """What tests read and run as PTX is what GPUs get: ptxas makes the same machine code and the same resources of it."""
+    """What tests read and run as PTX is what GPUs get: ptxas makes the same machine code and the
+    same resources of it."""
     found, ptxas = compiled(kind, cc), str(assembler())
     (release,) = re.findall(r"V\d+\.\d+\.\d+", found.ptx)
     if release not in subprocess.run([ptxas, "--version"], capture_output=True, text=True, check=True).stdout:

@@ -1,6 +1,8 @@
-"""The contract on the CUDA target's own kernels, through the front door: interpreted ("ptx"), and on a GPU.
+"""The contract on the CUDA target's own kernels, through the front door: interpreted ("ptx"), and
+on a GPU.
 
 What is interpreted is a cut of what a GPU runs, on few kernels: each takes seconds to compile.
+
 """
 
 from __future__ import annotations
@@ -129,7 +131,8 @@ def test_exact_probes(run: Run, where: str) -> None:
 @both
 @pytest.mark.parametrize("dtype", ["float16", "float32"])
 def test_bits(run: Run, where: str, dtype: str) -> None:
-    """Of a sequence alone, among others in another order, in other pages, with other numbers where nobody reads."""
+    """Of a sequence alone, among others in another order, in other pages, with other numbers where
+    nobody reads."""
     case = make_case([5, 17, 1], [21, 90, 70], head_num=2, head_size=32, dtype=dtype)
     out = run(case)
     mixed = run(select(case, [2, 0, 1]))

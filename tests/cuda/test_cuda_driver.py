@@ -1,4 +1,5 @@
-"""The driver's Python binding, without a driver: it takes what it is given, and only then misses the library."""
+"""The driver's Python binding, without a driver: it takes what it is given, and only then misses
+the library."""
 
 from __future__ import annotations
 
@@ -23,7 +24,8 @@ METHODS = {name: m for name, m in inspect.getmembers(Driver, inspect.isfunction)
 
 
 class Binding:
-    """Every call is made, and found to fail for no other reason than the missing library; then it is a success."""
+    """Every call is made, and found to fail for no other reason than the missing library; then it
+    is a success."""
 
     def __init__(self) -> None:
         self.called: list[str] = []

@@ -1,4 +1,5 @@
-"""What only a GPU can show: streams, CUDA graphs, caches over 4 GiB, other libraries' arrays, NVIDIA's own checker."""
+"""What only a GPU can show: streams, CUDA graphs, caches over 4 GiB, other libraries' arrays,
+NVIDIA's own checker."""
 
 from __future__ import annotations
 
@@ -62,7 +63,8 @@ def current() -> Iterator[Driver]:
 
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32"])
 def test_two_phases(dtype: str) -> None:
-    """The exact workspace, at odd addresses; nothing else of its buffer is touched; bits do not change between runs."""
+    """The exact workspace, at odd addresses; nothing else of its buffer is touched; bits do not
+    change between runs."""
     case = case_of(dtype)
     size, op, out = planned(case)
     whole = GpuArray.of(np.full(size + 128, 0xAB, np.uint8))
@@ -109,7 +111,8 @@ def test_bad_block_ids() -> None:
 
 
 def test_graph(driver: Driver) -> None:
-    """A captured run computes again, with whatever the arrays hold then, also with memory of the graph's own."""
+    """A captured run computes again, with whatever the arrays hold then, also with memory of the
+    graph's own."""
     from cuda.bindings import driver as api
 
     def ok(result: Any) -> Any:
@@ -140,7 +143,8 @@ def test_graph(driver: Driver) -> None:
 
 
 def test_cache_over_4_gib() -> None:
-    """Pages on both sides of 2**31 and 2**32 bytes, and of 2**31 elements, from the cache's start."""
+    """Pages on both sides of 2**31 and 2**32 bytes, and of 2**31 elements, from the cache's
+    start."""
     case = make_case([33, 1], [150, 77], head_num=4, kv_head_num=2, head_size=128, block_size=16, dtype="float16")
     page_bytes = case.key[0].nbytes
     num_blocks = (5 << 30) // page_bytes

@@ -92,7 +92,8 @@ def test_merges() -> None:
 
 @pytest.mark.parametrize("cc", prebuild.GENERATIONS)
 def test_default_kernels(cc: tuple[int, int]) -> None:
-    """Each dtype and head size in the family that the target would choose, which causal and not share; and their merges."""
+    """Each dtype and head size in the family that the target would choose, which causal and not
+    share; and their merges."""
     specs = prebuild.default_specs(cc, FLOAT_DTYPES, HEAD_DIMS, PLAIN)
     assert len(specs) == len(set(specs)) == 3 * 6 + 3 * 6
     families = collections.Counter(spec.family for spec in specs)
@@ -162,7 +163,8 @@ def test_inspect(compilations: list[Any], capsys: pytest.CaptureFixture[str]) ->
 
 
 def test_inspect_everything(compilations: list[Any], capsys: pytest.CaptureFixture[str]) -> None:
-    """By default for each generation; kernels of one source follow each other, since they share most of the work."""
+    """By default for each generation; kernels of one source follow each other, since they share
+    most of the work."""
     kernels = succeed(capsys, "inspect")["kernels"]
     assert len(kernels) == len(compilations) == 6 * 36
     specs = [spec for spec, _ in compilations]

@@ -1,4 +1,5 @@
-"""The CUDA kernels: compiled for several generations of GPUs, interpreted, and held against the oracle."""
+"""The CUDA kernels: compiled for several generations of GPUs, interpreted, and held against the
+oracle."""
 
 from __future__ import annotations
 
@@ -25,7 +26,8 @@ NAMES = [f"{major}.{minor}" for major, minor in CCS]
 RAGGED = ([5, 0, 33, 1], [21, 7, 150, 70])
 
 
-# Compiling takes most of the time: all kinds once, for others those that differ in more than a bias; and one dtype a head size.
+# Compiling takes most of the time: all kinds once, for others those that differ in more than a
+# bias; and one dtype a head size.
 SOME_FORMS = ("none", "causal", "alibi_sqrt-generator", "alibi_left_align-template", "alibi-heads")
 KINDS = [((8, 0), form) for form in MASK_FORMS] + [((7, 5), form) for form in SOME_FORMS]
 KINDS += [((9, 0), form) for form in SOME_FORMS[1::2]] + [((12, 0), form) for form in SOME_FORMS[::2]]
@@ -46,7 +48,8 @@ HEAD_SIZES += [((12, 0), *size) for size in SIZES[::2]] + [((7, 5), *size) for s
 
 
 def build_ahead() -> None:
-    """All that this file needs, from the beginning of a session that runs much of it (conftest.py)."""
+    """All that this file needs, from the beginning of a session that runs much of it
+    (conftest.py)."""
     cases = [("float16", 32, form, cc, "float32") for cc, form in KINDS]
     cases += [(dtype, 32, form, (8, 0), dtype) for dtype, form in SOME_KINDS]
     cases += [(dtype, size, "causal", cc, "") for cc, dtype, size in HEAD_SIZES]
@@ -97,7 +100,8 @@ def test_split_keys(cc: tuple[int, int], form: str) -> None:
 @pytest.mark.parametrize("cc", [(7, 5), (9, 0)], ids=str)
 @pytest.mark.parametrize("left, right", [(30, 0), (90, 20), (tiling.NO_LIMIT, 3), (5, tiling.NO_LIMIT), (0, 0)])
 def test_ranges(cc: tuple[int, int], left: int, right: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Keys on either side of what a row sees take no part, be they infinite; nor do whole tiles of them."""
+    """Keys on either side of what a row sees take no part, be they infinite; nor do whole tiles of
+    them."""
     monkeypatch.setattr(work, "visible_beside", lambda problem: (left, right))
     case = make_case([70, 3], [200, 90], head_num=4, kv_head_num=2, head_size=32, dtype="float16")
     case.value[case.block_tables[0, 10], 3, 0, 5] = np.inf  # key 163 of sequence 0
@@ -120,7 +124,8 @@ def test_ranges(cc: tuple[int, int], left: int, right: int, monkeypatch: pytest.
 @pytest.mark.parametrize("cc", [(7, 5), (9, 0)], ids=str)
 @pytest.mark.parametrize("infinite, leading", [(100, 2000), (2058, 5)])
 def test_outweighed_infinity(cc: tuple[int, int], infinite: int, leading: int) -> None:
-    """In the split whose factor is 0: on both targets it reaches the same rows, those that see it."""
+    """In the split whose factor is 0: on both targets it reaches the same rows, those that see
+    it."""
     case, launches = outweighed_infinity(infinite, leading), []
 
     def execute(launched: Launched, memory: Memory) -> None:
@@ -142,7 +147,8 @@ def test_scales(cc: tuple[int, int], qk_scale: float) -> None:
 
 @pytest.mark.parametrize("cc", [(7, 5), (9, 0)], ids=str)
 def test_future_keys_stay_hidden(cc: tuple[int, int]) -> None:
-    """Infinities and NaN of keys and values reach the rows that see them and no other, within a tile and across tiles."""
+    """Infinities and NaN of keys and values reach the rows that see them and no other, within a
+    tile and across tiles."""
     case = make_case([70], [90], head_size=32, dtype="float16")
     case.values[0][40, 0, :3] = np.nan, np.inf, -np.inf
     case.values[0][60, 0, 1:4] = -np.inf, np.inf, np.nan
@@ -169,8 +175,8 @@ def test_future_keys_stay_hidden(cc: tuple[int, int]) -> None:
     + [("mma", "float16", 32), ("fma", "float32", 32), ("fma", "float32", 80), ("fma", "float32", 256)],
 )  # fmt: skip
 def test_no_bank_conflicts(family: str, dtype: str, head_size: int) -> None:
-    """Shared memory is read without conflicts, and written without on tensor cores; plain arithmetic may have a few where it
-    stores weights."""
+    """Shared memory is read without conflicts, and written without on tensor cores; plain
+    arithmetic may have a few where it stores weights."""
     found: list[Any] = []
 
     def execute(launched: Launched, memory: Memory) -> None:
@@ -266,7 +272,8 @@ def test_a_wrong_instruction_shows(pattern: str, replacement: str) -> None:
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_a_bad_block_is_not_read(dtype: str) -> None:
-    """The interpreter knows every byte that a kernel may touch: a table entry out of range must not lead anywhere."""
+    """The interpreter knows every byte that a kernel may touch: a table entry out of range must not
+    lead anywhere."""
     case = ragged(dtype)
     for bad in (-1, len(case.key), 1 << 30, -(2**31)):
         case.block_tables[2, 3] = bad
@@ -275,7 +282,8 @@ def test_a_bad_block_is_not_read(dtype: str) -> None:
 
 
 def test_registers_hold_everything() -> None:
-    """No spills and no local memory, in whatever this session has compiled of the common head sizes."""
+    """No spills and no local memory, in whatever this session has compiled of the common head
+    sizes."""
     for cc, head_size in itertools.product([(7, 5), (8, 0)], [32, 64]):
         spec = cuda_target.spec_of("float16", head_size, "causal", cc)
         assert cuda_target.is_measured(spec)

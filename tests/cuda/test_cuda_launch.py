@@ -1,4 +1,5 @@
-"""What the CUDA target tells a GPU: on a fake one, whose kernels obey the launch ABI and know nothing else."""
+"""What the CUDA target tells a GPU: on a fake one, whose kernels obey the launch ABI and know
+nothing else."""
 
 from __future__ import annotations
 
@@ -67,7 +68,8 @@ def test_family(monkeypatch: pytest.MonkeyPatch, cc: tuple[int, int], dtype: str
 
 
 def test_parameters(fake: FakeDriver) -> None:
-    """Every parameter of a launch against what the arrays say: strided views of larger arrays, none of them dense."""
+    """Every parameter of a launch against what the arrays say: strided views of larger arrays, none
+    of them dense."""
     case = with_mask(case_of(), "alibi-heads", mask_dtype="float16")
     a = {name: value for name, value in case.arguments().items() if isinstance(value, np.ndarray)}
     wide = {
@@ -264,7 +266,8 @@ def test_too_many_tiles(idle: FakeDriver, monkeypatch: pytest.MonkeyPatch) -> No
 
 
 def test_strided_heads(fake: FakeDriver) -> None:
-    """Arrays whose last axis is strided are copied at every run, if their library can; an output is not."""
+    """Arrays whose last axis is strided are copied at every run, if their library can; an output is
+    not."""
     case = make_case([5, 33], [21, 150], dtype="float16", head_size=32)
     spread = np.zeros((*case.query.shape[:-1], 64), np.float16)
     query = DeviceArray(fake, spread[..., ::2])
@@ -313,13 +316,15 @@ def test_targets_do_not_mix(fake: FakeDriver) -> None:
 
 
 def test_streams_are_in_order(idle: FakeDriver) -> None:
-    """LEGACY_STREAM is where arrays without a word about streams are ready, and where they are used."""
+    """LEGACY_STREAM is where arrays without a word about streams are ready, and where they are
+    used."""
     nbp.prefix_encoder(**on_gpu(idle, case_of()))
     assert {launch.stream for launch in idle.launches} == {LEGACY_STREAM}
 
 
 def test_command_line(fake: FakeDriver, capsys: pytest.CaptureFixture[str]) -> None:
-    """Files and trials are in CPU memory: for this target they are copied to the GPU, and judged."""
+    """Files and trials are in CPU memory: for this target they are copied to the GPU, and
+    judged."""
     from numba_prefix.cli.app import main
 
     report = nbp.warmup("cuda", head_sizes=20, dtypes=["bfloat16", "float32"], mask_types=["causal", "alibi_sqrt"])

@@ -1,4 +1,5 @@
-"""The CUDA target among others' streams, contexts, captures and mistakes, and where it cannot run; on a fake GPU."""
+"""The CUDA target among others' streams, contexts, captures and mistakes, and where it cannot run;
+on a fake GPU."""
 
 from __future__ import annotations
 
@@ -149,7 +150,8 @@ def test_contexts_are_restored_after_driver_errors(fake: FakeDriver, monkeypatch
 
 
 def test_runs_within_runs(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Another thread, or a signal handler, may run the same operation between two launches of a run."""
+    """Another thread, or a signal handler, may run the same operation between two launches of a
+    run."""
     inner: list[Any] = []
 
     def execute(launched: Launched, memory: Any) -> None:
@@ -179,7 +181,8 @@ def test_threads(fake: FakeDriver) -> None:
 
 
 def test_capture(idle: FakeDriver) -> None:
-    """A run may be captured: it is launches and nothing else, with its workspace's memory in the graph if need be."""
+    """A run may be captured: it is launches and nothing else, with its workspace's memory in the
+    graph if need be."""
     size, op, _ = planned(idle, case_of(), Context(stream=50))
     workspace, _ = buffer(idle, size)
     idle.capturing.add(50)

@@ -1,4 +1,5 @@
-"""The CUDA target on machines without a GPU: its own kernels, compiled for a compute capability and their PTX interpreted."""
+"""The CUDA target on machines without a GPU: its own kernels, compiled for a compute capability and
+their PTX interpreted."""
 
 from __future__ import annotations
 
@@ -70,7 +71,8 @@ def _compiled_for(spec: KernelSpec, ccs: list[tuple[int, int]]) -> dict[Kernel, 
 
 
 def build_ahead(wanted: Iterable[Kernel]) -> None:
-    """Compiles many kernels beside the tests, on CPU time that nothing else wants: tests mostly take one thread."""
+    """Compiles many kernels beside the tests, on CPU time that nothing else wants: tests mostly
+    take one thread."""
     ccs_of: dict[KernelSpec, list[tuple[int, int]]] = {}
     for spec, cc in dict.fromkeys(wanted):
         ccs_of.setdefault(spec, []).append(cc)

@@ -14,7 +14,8 @@ import numba_prefix as nbp
 from numba_prefix.cuda.compile import cubins
 from numba_prefix.cuda.device import driver
 
-# One sequence long enough for its keys to be split, an empty one, and one whose rows are not whole tiles.
+# One sequence long enough for its keys to be split, an empty one, and one whose rows are not whole
+# tiles.
 LENGTHS = ([5, 0, 33, 1], [21, 7, 150, 2100])
 SHORT = ([5, 0, 33, 1], [21, 7, 150, 90])
 

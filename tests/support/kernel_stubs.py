@@ -1,4 +1,5 @@
-"""Tiny kernels that stand in for a family: what they do is told by the `bias` of their spec. One kernel = a thread a number."""
+"""Tiny kernels that stand in for a family: what they do is told by the `bias` of their spec. One
+kernel = a thread a number."""
 
 from __future__ import annotations
 
@@ -57,7 +58,8 @@ def scaled() -> Callable[..., Any]:
 
 
 def arithmetic() -> Callable[..., Any]:
-    """What options could change: a sum of a product, a quotient, a root, and tests for NaN and infinity."""
+    """What options could change: a sum of a product, a quotient, a root, and tests for NaN and
+    infinity."""
     import math
 
     from numba_prefix.cuda.kernel import ptx

@@ -1,6 +1,9 @@
-"""Kernels in NumPy that obey the launch ABI of the CUDA target to the letter: they know nothing but a launch's parameters.
+"""Kernels in NumPy that obey the launch ABI of the CUDA target to the letter: they know nothing but
+a launch's parameters.
 
-What a test sees through them is what the host told the GPU: addresses, strides, tables, factors, splits and the flag.
+What a test sees through them is what the host told the GPU: addresses, strides, tables, factors,
+splits and the flag.
+
 """
 
 from __future__ import annotations
@@ -115,7 +118,8 @@ class _Kernel:
         return m_i, l_i, acc
 
     def keys(self, work_item: Any, sequence: Any, kv_head: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """Positions, keys and values of a work item's range; a block that does not exist is flagged and counts as zeros."""
+        """Positions, keys and values of a work item's range; a block that does not exist is flagged
+        and counts as zeros."""
         params, head_size = self.params, self.params.head_size
         dtype = DTYPES[self.spec.dtype]
         count = work_item[tiling.N_END] - work_item[tiling.N_BEGIN]

@@ -1,8 +1,10 @@
 """From a kernel's Python function to a cubin, without driver, GPU or C++ toolchain.
 
-Numba and NVVM make LTO-IR, nvJitLink makes a cubin of it, and the PTX on the way for whoever wants to read it. Not by way of
-PTX: what nvJitLink gets as PTX it compiles for a link with code to come, which took 255 registers and spilled 152 bytes where
-this takes 231 and spills none (head size 128, sm_80). Drivers get cubins, not PTX, of which older ones refuse newer versions.
+Numba and NVVM make LTO-IR, of which nvJitLink makes a cubin, and PTX to read and to test. The cubin
+is not made of the PTX: nvJitLink compiles PTX for a link with further code, which took 255
+registers and spilled 152 bytes where LTO-IR takes 231 and spills none (head size 128, sm_80).
+Drivers get cubins because older drivers refuse newer PTX.
+
 """
 
 from __future__ import annotations
@@ -29,11 +31,12 @@ FAMILIES = {
 }
 MIN_CC = (7, 5)
 
-# Thread blocks that a multiprocessor has room for at least. Left to itself ptxas gives up registers for more blocks, and spills
-# (20 bytes in fma, float16, head size 32, sm_75).
+# Thread blocks that a multiprocessor has room for at least. Without it ptxas gives up registers for
+# more blocks, and spills (20 bytes in fma, float16, head size 32, sm_75).
 MIN_BLOCKS = 2
-# Its defaults are those of Numba's options in jit.py: no fastmath, so that denormals are kept and quotients and square roots
-# are exact, and products and sums contracted to fma. (Spelling them out is refused.)
+# Its defaults are those of Numba's options in jit.py: no fastmath, so that denormals are kept and
+# quotients and square roots are exact, and products and sums contracted to fma. (Spelling them out
+# is refused.)
 LINK_OPTIONS = {"link_time_optimization": True, "ptxas_options": ["-v"]}
 
 # Libraries that numba-cuda loads when it compiles, and where pip gets them
@@ -61,7 +64,8 @@ class Compiled:
 def compile_kernel(spec: KernelSpec, cc: tuple[int, int]) -> Compiled:
     """Compile for compute capability `cc`, (8, 0) for sm_80. Takes seconds; asks no cache.
 
-    Raises ValueError for a cc below 7.5, TargetUnavailableError where the compiler is missing or does not know cc.
+    Raises ValueError for a cc below 7.5, TargetUnavailableError where the compiler is missing or
+    does not know cc.
     """
     if cc < MIN_CC:
         raise ValueError(f"cc: got {cc[0]}.{cc[1]}, expected at least {MIN_CC[0]}.{MIN_CC[1]}")
@@ -111,8 +115,9 @@ def params_type(types: Any) -> Any:
 
 @functools.lru_cache(maxsize=4)
 def _lto_ir(spec: KernelSpec) -> tuple[Source, bytes]:
-    """For all compute capabilities: LTO-IR made for the least links to the same code as one made for another, except for which
-    of two conversions extends a number that is not negative."""
+    """A kernel's source and its LTO-IR for all compute capabilities: LTO-IR made for the least
+    links to the same code as one made for another, except for which of two conversions extends a
+    number that is not negative."""
     tools = toolchain()
     from numba_prefix.cuda.kernel.jit import OPTIONS, compiling_for
 
@@ -138,7 +143,7 @@ def _lto_ir(spec: KernelSpec) -> tuple[Source, bytes]:
 
 
 def _link(code: bytes, cc: tuple[int, int], output: str) -> tuple[bytes, str]:
-    """A cubin or PTX, and what ptxas says of it."""
+    """A cubin or PTX, and the log of ptxas."""
     tools = toolchain()
     options = tools.LinkerOptions(arch=f"sm_{cc[0]}{cc[1]}", ptx=output == "ptx", **LINK_OPTIONS)
     linker = tools.Linker(tools.ObjectCode.from_ltoir(code), options=options)
@@ -166,8 +171,8 @@ def _resources(log: str) -> dict[str, int]:
 
 @functools.cache
 def toolchain() -> Any:
-    """numba.cuda and the linker, imported at first use: `cuda`, `types`, `config`, `Linker`, `LinkerOptions`, `ObjectCode`,
-    and the `compute_capabilities` that they know.
+    """numba.cuda and the linker, imported at first use: `cuda`, `types`, `config`, `Linker`,
+    `LinkerOptions`, `ObjectCode`, and the `compute_capabilities` that they know.
 
     Raises TargetUnavailableError that says what to install.
     """

@@ -1,4 +1,5 @@
-"""Kernels ahead of their first call, for GPUs that need not be here: built into the cache, and what they use of a GPU."""
+"""Builds kernels into the cache ahead of their first call, for GPUs that need not be here, and
+reports what they use."""
 
 from __future__ import annotations
 
@@ -29,8 +30,8 @@ _READ = ("template_linear", "template_sqrt", "template_left_align", "heads_mask"
 def default_specs(
     cc: tuple[int, int], dtypes: Iterable[str], head_sizes: Iterable[int], kinds: Iterable[MaskType]
 ) -> list[KernelSpec]:
-    """The kernels of calls with aligned arrays, output and mask of the inputs' dtype: for every mask kind those with and
-    without a given mask, and what merges their split tiles."""
+    """The kernels of calls with aligned arrays, output and mask of the inputs' dtype: for every
+    mask kind those with and without a given mask, and what merges their split tiles."""
     kinds, found = list(kinds), []
     sizes = [(head_size, head_dim_of(head_size)) for head_size in head_sizes]
     for dtype in dtypes:
@@ -45,15 +46,16 @@ def default_specs(
 
 
 def wanted(ccs: Iterable[tuple[int, int]], *which: Any) -> list[tuple[KernelSpec, tuple[int, int]]]:
-    """default_specs(cc, *which) for each cc. Those of one spec follow each other: most of the work is the same."""
+    """default_specs(cc, *which) for each cc. Those of one spec follow each other: most of the work
+    is the same."""
     pairs = dict.fromkeys((spec, cc) for cc in ccs for spec in default_specs(cc, *which))
     order = {spec: place for place, spec in enumerate(dict.fromkeys(spec for spec, _ in pairs))}
     return sorted(pairs, key=lambda pair: order[pair[0]])
 
 
 def build(kernels: Iterable[tuple[KernelSpec, tuple[int, int]]]) -> Iterator[dict[str, Any]]:
-    """Builds kernels, or finds them in the cache. Yields what `inspect` shows of each, how long it took and where it came
-    from."""
+    """Builds kernels, or finds them in the cache. Yields what `inspect` shows of each, how long it
+    took and where it came from."""
     for spec, cc in kernels:
         began = time.perf_counter()
         found, source = cubins.obtain(spec, cc)
@@ -69,7 +71,8 @@ def build(kernels: Iterable[tuple[KernelSpec, tuple[int, int]]]) -> Iterator[dic
 
 
 def parsed_ccs(given: Any) -> list[tuple[int, int]]:
-    """[(8, 6), (9, 0)] of "8.6,9.0", of one tuple, or of an iterable of texts and tuples. Raises TypeError, ValueError."""
+    """[(8, 6), (9, 0)] of "8.6,9.0", of one tuple, or of an iterable of texts and tuples. Raises
+    TypeError, ValueError."""
     if isinstance(given, str):
         return [_parsed_cc(text) for text in given.split(",")]
     if _is_cc(given):

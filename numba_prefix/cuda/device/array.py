@@ -1,4 +1,5 @@
-"""Arrays on a GPU for those who have no library that makes them: dense, and a DLPack producer like any other."""
+"""Dense arrays on a GPU for callers without a library that makes them: DLPack producers like any
+other."""
 
 from __future__ import annotations
 
@@ -52,8 +53,8 @@ def make_capsule(
 
 
 class GpuArray:
-    """Memory of the driver. dtype: "float16", "bfloat16", "float32", "int32", …; copies are done when they return, and
-    come after what came on the legacy default stream."""
+    """Memory of the driver. dtype: "float16", "bfloat16", "float32", "int32", …; copies are done
+    when they return, and come after what came on the legacy default stream."""
 
     def __init__(self, shape: tuple[int, ...], dtype: str, ordinal: int = 0) -> None:
         """Uninitialised."""

@@ -24,7 +24,8 @@ _FORKED = (
 
 
 class DriverError(RuntimeError):
-    """A call of the CUDA driver failed; `name` is the driver's own name of the error, such as CUDA_ERROR_OUT_OF_MEMORY."""
+    """A call of the CUDA driver failed; `name` is the driver's own name of the error, such as
+    CUDA_ERROR_OUT_OF_MEMORY."""
 
     def __init__(self, call: str, name: str, text: str = "") -> None:
         super().__init__(f"CUDA driver: {call} failed with {name}{f' ({text})' if text else ''}")
@@ -32,18 +33,19 @@ class DriverError(RuntimeError):
 
 
 class Driver:
-    """The driver of this process. Methods raise DriverError; those on a device's memory, streams and events need its context
-    to be current."""
+    """The driver of this process. Methods raise DriverError; those on a device's memory, streams
+    and events need its context to be current."""
 
     def __init__(self) -> None:
-        """Raises ImportError without the binding, DriverError or RuntimeError without a driver or a GPU."""
+        """Raises ImportError without the binding, DriverError or RuntimeError without a driver or a
+        GPU."""
         from cuda.bindings import driver as api
 
         self._api = api
         self._launch = api.cuLaunchKernel
         self._pools: dict[int, Any] = {}
         self.pid = os.getpid()
-        self.kept: dict[Any, Any] = {}  # what others have to keep for as long as the driver is used
+        self.kept: dict[Any, Any] = {}  # things that other modules keep for as long as the driver is used
         self._call("cuInit", 0)
 
     def _call(self, name: str, *arguments: Any) -> Any:
@@ -93,7 +95,8 @@ class Driver:
         return int(self._call("cuLibraryGetKernel", self._api.CUlibrary(library), name.encode()))
 
     def get_function(self, kernel: int) -> int:
-        """A kernel of the current context, loaded there: the first launch, which may be captured, has nothing left to do."""
+        """A kernel of the current context, loaded there: the first launch, which may be captured,
+        has nothing left to do."""
         return int(self._call("cuKernelGetFunction", self._api.CUkernel(kernel)))
 
     def allow_shared(self, kernel: int, ordinal: int, num_bytes: int) -> None:
@@ -103,7 +106,8 @@ class Driver:
         self._call("cuKernelSetAttribute", attribute, num_bytes, self._api.CUkernel(kernel), device)
 
     def launch(self, function: int, grid: int, block: int, shared_bytes: int, stream: int, parameters: int) -> None:
-        """parameters: address of an array with the addresses of all parameters, which are copied."""
+        """parameters: address of an array with the addresses of all parameters, which are
+        copied."""
         (error,) = self._launch(function, grid, 1, 1, block, 1, 1, shared_bytes, stream, parameters, 0)
         if error:
             raise self._error("cuLaunchKernel", error)
@@ -122,8 +126,8 @@ class Driver:
         return bool(status != self._api.CUstreamCaptureStatus.CU_STREAM_CAPTURE_STATUS_NONE)
 
     def exchange_capture_mode(self, mode: int) -> int:
-        """What the calling thread may do while it or another one captures: 0 to 2, from strict to relaxed. Returns the mode
-        before."""
+        """Set what the calling thread may do while it or another one captures: 0 to 2, from strict
+        to relaxed. Returns the mode before."""
         return int(self._call("cuThreadExchangeStreamCaptureMode", self._api.CUstreamCaptureMode(mode)))
 
     def create_event(self) -> int:
@@ -136,7 +140,7 @@ class Driver:
         self._call("cuEventRecord", self._api.CUevent(event), self._api.CUstream(stream))
 
     def wait(self, stream: int, event: int) -> None:
-        """Whatever comes on the stream from now on waits for the event."""
+        """Have all that comes on the stream from now on wait for the event."""
         self._call("cuStreamWaitEvent", self._api.CUstream(stream), self._api.CUevent(event), 0)
 
     def is_done(self, event: int) -> bool:
@@ -167,7 +171,8 @@ class Driver:
             self._call("cuMemFreeAsync", pointer, self._api.CUstream(stream))
 
     def _pool(self, ordinal: int) -> Any:
-        """A memory pool of our own, or None where the device has no such thing (some virtual and embedded ones)."""
+        """A memory pool of our own, or None where the device has no such thing (some virtual and
+        embedded ones)."""
         if ordinal not in self._pools:
             self._pools[ordinal] = (
                 self._make_pool(ordinal) if self.attribute(ordinal, "MEMORY_POOLS_SUPPORTED") else None
@@ -194,7 +199,8 @@ class Driver:
         self._call("cuMemcpyDtoHAsync", target, self._api.CUdeviceptr(source), num_bytes, self._api.CUstream(stream))
 
     def host_mapped(self, num_bytes: int) -> tuple[int, int]:
-        """Host memory that kernels of all devices can write to, kept for good: its addresses for the host and for them."""
+        """Host memory that kernels of all devices can write to, kept for good: its addresses for
+        the host and for them."""
         flags = self._api.CU_MEMHOSTALLOC_PORTABLE | self._api.CU_MEMHOSTALLOC_DEVICEMAP
         host = int(self._call("cuMemHostAlloc", num_bytes, flags))
         return host, int(self._call("cuMemHostGetDevicePointer", host, 0))
@@ -206,7 +212,8 @@ keep_over_forks(_lock)
 
 
 def get_driver() -> Driver:
-    """The driver of this process, loaded at the first call. Raises TargetUnavailableError where there is none that works."""
+    """The driver of this process, loaded at the first call. Raises TargetUnavailableError where
+    there is none that works."""
     driver = _driver or _load()
     check_process(driver)
     return driver

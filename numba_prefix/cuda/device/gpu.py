@@ -1,7 +1,8 @@
-"""A GPU as this process uses it: its context, and what plans borrow from it.
+"""A GPU as this process uses it: its context, and what plans allocate on it.
 
-Work may still be under way when a plan is gone, on any of the streams that it was run on: what it borrowed is given back
-behind them, without waiting.
+Work may still be under way when a plan is gone, on any of the streams that it was run on: what it
+allocated is freed behind that work, without waiting.
+
 """
 
 from __future__ import annotations
@@ -62,7 +63,8 @@ class Loan:
         finalizer.atexit = False
 
     def upload(self, source: NDArray[Any]) -> int:
-        """The address of a copy that every stream may read from now on. The device's context is current."""
+        """The address of a copy that every stream may read from now on. The device's context is
+        current."""
         driver, stream = self.device.driver, self.device.stream
         source = np.ascontiguousarray(source)
         address = driver.malloc(self.device.ordinal, source.nbytes, stream)
@@ -82,7 +84,8 @@ class Loan:
 
 
 class _Entered:
-    """A device's primary context, current for the calling thread; afterwards what was current before is so again."""
+    """A device's primary context, current for the calling thread; afterwards what was current
+    before is so again."""
 
     __slots__ = ("_context", "_driver", "_is_pushed", "_mode", "_wants_relaxed")
 
@@ -125,9 +128,9 @@ class Device:
         self._postponed: deque[tuple[list[int], Flag, dict[int, Any]]] = deque()
 
     def current(self, *, may_capture: bool = False) -> _Entered:
-        """For a `with`. may_capture: the calling thread may allocate and wait although it, or another thread, captures a
-        CUDA graph: nothing that is done within touches a stream that is being captured. Raises TargetUnavailableError in a
-        forked child."""
+        """For a `with`. may_capture: the calling thread may allocate and wait although it, or
+        another thread, captures a CUDA graph: nothing that is done within touches a stream that is
+        being captured. Raises TargetUnavailableError in a forked child."""
         check_process(self.driver)
         return _Entered(self.driver, self._context, may_capture)
 
@@ -140,7 +143,7 @@ class Device:
             raise
 
     def order(self, stream: int, before: int) -> None:
-        """What comes on `stream` from now on waits for what came on `before`."""
+        """Have all that comes on `stream` from now on wait for what came on `before`."""
         event = self.driver.create_event()
         self.driver.record(event, before)
         self.driver.wait(stream, event)
@@ -174,7 +177,8 @@ class Device:
                 self._ending.append((event, flag))
 
     def _give_back(self, blocks: list[int], flag: Flag, streams: dict[int, Any]) -> None:
-        """Called where objects happen to be freed: raises nothing, waits for nothing, takes no lock."""
+        """Called where objects happen to be freed: raises nothing, waits for nothing, takes no
+        lock."""
         driver = self.driver
         if driver.pid != os.getpid():
             return
@@ -190,12 +194,12 @@ class Device:
                 event = driver.create_event()
                 driver.record(event, self.stream)
                 self._ending.append((event, flag))
-        except DriverError:  # a stream is gone, or all of CUDA: nobody knows any more who uses the memory
+        except DriverError:  # a stream is gone, or all of CUDA: the memory may still be in use
             pass
 
 
 def _taken(queue: deque[Item]) -> list[Item]:
-    """What is in a queue now, and is then no more; other threads may take from it, and add to it, meanwhile."""
+    """Pop all that is queued now; safe while other threads pop and push."""
     taken = []
     with contextlib.suppress(IndexError):
         for _ in range(len(queue)):

@@ -17,8 +17,8 @@ _EXPECTED = "an integer handle or a stream of torch, CuPy, Numba or another libr
 
 
 def stream_for(given: Any, query: Tensor) -> int:
-    """The handle of the caller's stream; for None the current one of the library that query belongs to, if it is torch or
-    CuPy, else the legacy default stream. Raises TypeError and ValueError."""
+    """The handle of the caller's stream; for None the current one of the library that query belongs
+    to, if it is torch or CuPy, else the legacy default stream. Raises TypeError and ValueError."""
     if given is not None:
         return handle_of(given, query.device)
     if query.kind == "torch":
@@ -64,7 +64,8 @@ def _handle(given: Any) -> Any:
 
 
 def scope(stream: int, tensor: Tensor) -> AbstractContextManager[Any]:
-    """Within it torch allocates and copies on this stream; nothing to do for other libraries' arrays."""
+    """Within it torch allocates and copies on this stream; nothing to do for other libraries'
+    arrays."""
     if tensor.kind != "torch" or stream == current_stream(tensor):
         return contextlib.nullcontext()
     cuda = sys.modules["torch"].cuda
@@ -82,8 +83,9 @@ def record_use(tensor: Tensor, stream: int) -> None:
 
 
 def wait_for_producers(device: Device, stream: int, tensors: list[Tensor]) -> None:
-    """Put `stream` behind those on which arrays were made, as their protocols demand: the legacy default stream for DLPack,
-    the one that a CUDA array interface names. torch's users see to that themselves."""
+    """Put `stream` behind those on which arrays were made, as their protocols demand: the legacy
+    default stream for DLPack, the one that a CUDA array interface names. torch's users see to that
+    themselves."""
     producers = {producer for t in tensors if (producer := _producer(t)) not in (None, stream)}
     if producers and not device.is_capturing(stream):
         for producer in producers:

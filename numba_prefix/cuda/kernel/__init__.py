@@ -1,1 +1,2 @@
-"""The code of the CUDA kernels: one file for each family, and the rules and PTX that all of them use."""
+"""The code of the CUDA kernels: one file for each family, and the rules and PTX that all of them
+use."""

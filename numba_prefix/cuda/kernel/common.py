@@ -1,6 +1,8 @@
-"""Steps that all kernel families share: a work item's rows and keys, where they lie, their biases and their output.
+"""Steps that all kernel families share: a work item's rows and keys, where they lie, their biases
+and their output.
 
 `params` is a Params (params.py) everywhere.
+
 """
 
 from __future__ import annotations
@@ -38,7 +40,8 @@ ZERO = np.float32(0.0)
 
 @intrinsic
 def int64_table(_: Any, address: Any, columns: Any) -> Any:
-    """int64 [any number of rows, columns] at a byte address: an array, so that tiling's rules read it as on the host."""
+    """int64 [any number of rows, columns] at a byte address: an array, so that tiling's rules read
+    it as on the host."""
     kind = types.Array(types.int64, 2, "C", readonly=True)
 
     def codegen(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
@@ -99,8 +102,8 @@ STORES = {"float16": _store_f16, "bfloat16": _store_bf16, "float32": ptx.store_f
 
 @inline
 def work_of(params: Any, list_ptr: Any) -> Any:
-    """This thread block's work item of a list [work items, WORK_COLUMNS] and its kv head, the item's row of the table of
-    sequences, and the table of runs, everybody's."""
+    """This thread block's work item of a list [work items, WORK_COLUMNS] and its kv head, the
+    item's row of the table of sequences, and the table of runs (of all sequences)."""
     kv_head_num = np.uint32(params.kv_head_num)
     work_item = int64_table(list_ptr, WORK_COLUMNS)[np.uint32(cuda.blockIdx.x) // kv_head_num]
     kv_head = np.int64(np.uint32(cuda.blockIdx.x) % kv_head_num)
@@ -134,7 +137,8 @@ def slope_of(params: Any, q_head: Any) -> Any:
 
 @inline
 def find_page(params: Any, b: Any, kv_pos: Any, is_held: Any) -> Any:
-    """Physical block and slot of a key; block -1 for none, or one that the cache doesn't have: its table is flagged."""
+    """Physical block and slot of a key. Block -1 where no key is held, and where the table names a
+    block that the cache doesn't have, which sets the status flag."""
     page, slot = np.int32(-1), np.int32(0)
     if is_held:
         block_size = np.uint32(params.block_size)
@@ -178,7 +182,8 @@ def store_sums(params: Any, address: Any, rows: Any, row: Any, m_i: Any, l_i: An
 
 @inline
 def store_lse(params: Any, token: Any, q_head: Any, m_i: Any, l_i: Any, bias_pos: Any) -> None:
-    """m_i is without what left-aligned biases leave out; bias_pos is the position that they are relative to."""
+    """m_i is without what left-aligned biases leave out; bias_pos is the position that they are
+    relative to."""
     if params.lse_ptr != 0:
         if params.has_shift != 0:
             m_i = m_i + masks.left_align_shift(slope_of(params, q_head), np.int32(bias_pos))
@@ -197,8 +202,8 @@ def bias_pos_of(params: Any, runs: Any, sequence: Any, q_pos: Any) -> Any:
 
 @inline
 def row_of(params: Any, runs: Any, sequence: Any, row: Any, kv_head: Any) -> Any:
-    """A row's position and the one that its left-aligned biases are relative to, both int32; its slope, and the address of its
-    head's mask."""
+    """A row's position and the one that its left-aligned biases are relative to, both int32; its
+    slope, and the address of its head's mask."""
     _, q_head = token_and_head(params, sequence[Q_BEGIN], row, kv_head)
     q_pos = q_pos_of(params, sequence, row)
     bias_pos = bias_pos_of(params, runs, sequence, q_pos)
@@ -208,8 +213,9 @@ def row_of(params: Any, runs: Any, sequence: Any, row: Any, kv_head: Any) -> Any
 
 @inline
 def keys_seen(sequence: Any, q_pos: Any, kv_pos: Any, num_keys: Any) -> Any:
-    """The first key of a key tile that the query at q_pos sees and one past the last, as positions. Asked anew for each tile
-    at an edge: kept for each row, both ends would take registers that the products need."""
+    """The first key of a key tile that the query at q_pos sees and one past the last, as positions.
+    Computed again for each key tile: both ends, kept for each row, would take registers that the
+    products need."""
     begin, end = tiling.visible_begin(sequence, q_pos), tiling.visible_end(sequence, q_pos)
     return np.int32(max(begin, kv_pos)), np.int32(min(end, kv_pos + num_keys))
 
@@ -217,8 +223,9 @@ def keys_seen(sequence: Any, q_pos: Any, kv_pos: Any, num_keys: Any) -> Any:
 def finish_of(
     block_m: int, row_bits: int, store_state: Callable[..., Any], store_row: Callable[..., Any]
 ) -> Callable[..., Any]:
-    """finish(…, row, i): writes row `row` of the tile, i of those of the thread, which 2**row_bits lanes share: the state of
-    a split by store_state, or the output by store_row. acc, m_i, l_i and bias_pos are those of the thread's rows."""
+    """finish(…, row, i): writes row `row` of the tile, i of those of the thread, which 2**row_bits
+    lanes share: the state of a split by store_state, or the output by store_row. acc, m_i, l_i and
+    bias_pos are those of the thread's rows."""
     LANES = 1 << row_bits
 
     @inline
@@ -246,8 +253,8 @@ def finish_of(
 
 
 def bias_of(spec: KernelSpec) -> Callable[..., Any]:
-    """bias(params, mask_base, slope, q_pos, bias_pos, kv_pos) of a kind, a device function. Positions are int32. Raises
-    KeyError for an unknown kind or dtype."""
+    """bias(params, mask_base, slope, q_pos, bias_pos, kv_pos) of a kind, a device function.
+    Positions are int32. Raises KeyError for an unknown kind or dtype."""
     load = LOADS[spec.mask_dtype or spec.dtype]
 
     @inline

@@ -1,8 +1,11 @@
-"""Attention in float32 multiply-adds, on any GPU and for any dtype: one work item = BLOCK_M rows of one kv head.
+"""Attention in float32 multiply-adds, on any GPU and for any dtype: one work item = BLOCK_M rows of
+one kv head.
 
-A thread has every 16th row of the tile, every 8th key of a key tile's scores, and four neighbouring dimensions of every 32 of
-the output; the 8 threads of a row are neighbours in a warp. Rows in shared memory are 16 bytes longer than the head, so that
-the rows that a warp reads at once lie in different banks. Keys and then values go through the same memory.
+A thread has every 16th row of the tile, every 8th key of a key tile's scores, and four neighbouring
+dimensions of every 32 of the output; the 8 threads of a row are neighbours in a warp. Rows in
+shared memory are 16 bytes longer than the head, so that the rows that a warp reads at once lie in
+different banks. Keys and then values go through the same memory.
+
 """
 
 from __future__ import annotations
@@ -41,7 +44,8 @@ ROW_STEP = THREADS // ROW_THREADS  # between the rows of a thread
 F32 = 4
 ZERO = np.float32(0.0)
 HIDDEN = np.float32(-1.0)  # a weight that no key has: those of keys that a row may not see
-# Larger heads take smaller tiles: registers for the output, and the 64 KB of shared memory that sm_75 has.
+# Larger heads take smaller tiles: registers for the output, and the 64 KB of shared memory that
+# sm_75 has.
 MAX_WIDE_HEAD_DIM = 128
 
 
@@ -64,7 +68,8 @@ def make(spec: KernelSpec) -> Source:
 
     @inline
     def load_chunk(to: Any, address: Any, item: Any, head_size: Any, sign: Any) -> None:
-        """16 bytes of a row, from its number `item` on, as float32 into shared memory; zeros past the head."""
+        """16 bytes of a row, from its number `item` on, as float32 into shared memory; zeros past
+        the head."""
         x = cuda.local.array(CHUNK_ITEMS, float32)
         for i in range(CHUNK_ITEMS):
             x[i] = ZERO
@@ -87,7 +92,8 @@ def make(spec: KernelSpec) -> Source:
 
     @inline
     def load_tile(tile: Any, address: Any, block: Any, slot_bytes: Any, page: Any, slot: Any, head_size: Any) -> None:
-        """This warp's rows of a key or value tile: the page and slot of row i are known to lane i."""
+        """This warp's rows of a key or value tile: the page and slot of row i are known to lane
+        i."""
         lane, warp = np.int32(cuda.threadIdx.x & 31), np.int32(cuda.threadIdx.x >> 5)
         for i in range(KEYS_PER_WARP * CHUNKS // 32):
             row = np.int32(np.uint32(i * 32 + lane) // np.uint32(CHUNKS))
@@ -131,7 +137,8 @@ def make(spec: KernelSpec) -> Source:
 
     @inline
     def update(s: Any, acc: Any, m_i: Any, l_i: Any, seen: Any, base: Any, unit_log2: Any, i: Any) -> None:
-        """The running softmax of the thread's row i: scores become weights, what was summed is rescaled."""
+        """The running softmax of the thread's row i: scores s become weights in shared memory, and
+        sums are rescaled."""
         top = m_i[i]
         for j in range(KEYS):
             top = softmax.running_max(top, s[KEYS * i + j])
@@ -165,7 +172,8 @@ def make(spec: KernelSpec) -> Source:
 
     @inline
     def add_values(acc: Any, base: Any) -> None:
-        """acc [ROWS, DIM_GROUPS, 4] += weights · values; a hidden key's value takes no part, be it NaN."""
+        """acc [ROWS, DIM_GROUPS, 4] += weights · values; a hidden key's value takes no part, be it
+        NaN."""
         row = np.int32(cuda.threadIdx.x >> 3)
         for j in range(0, BLOCK_N, 4):
             w = cuda.local.array(W_SIZE, float32)
@@ -197,15 +205,12 @@ def make(spec: KernelSpec) -> Source:
     finish = finish_of(BLOCK_M, 3, store_state, store_row)
 
     def kernel(params: Any) -> None:
-        s, acc = cuda.local.array(S_SIZE, float32), cuda.local.array(ACC_SIZE, float32)
-        m_i, l_i, slope = (
-            cuda.local.array(ROWS, float32),
-            cuda.local.array(ROWS, float32),
-            cuda.local.array(ROWS, float32),
-        )
+        s = cuda.local.array(S_SIZE, float32)  # scores [ROWS, KEYS]
+        acc = cuda.local.array(ACC_SIZE, float32)  # [ROWS, DIM_GROUPS, 4]
+        m_i, l_i = cuda.local.array(ROWS, float32), cuda.local.array(ROWS, float32)
+        slope, mask_base = cuda.local.array(ROWS, float32), cuda.local.array(ROWS, int64)
         q_pos, bias_pos = cuda.local.array(ROWS, int32), cuda.local.array(ROWS, int32)
-        # a bit for each key of the thread
-        seen, mask_base = cuda.local.array(ROWS, int32), cuda.local.array(ROWS, int64)
+        seen = cuda.local.array(ROWS, int32)  # a bit for each of the thread's keys that the row sees
         lane, warp, base = np.int32(cuda.threadIdx.x & 31), np.int32(cuda.threadIdx.x >> 5), ptx.shared_base()
         work_item, kv_head, sequence, runs = work_of(params, params.work_ptr)
         b, n_end, q_begin = work_item[SEQUENCE], work_item[N_END], sequence[Q_BEGIN]
@@ -227,11 +232,11 @@ def make(spec: KernelSpec) -> Source:
         while kv_idx < n_end:
             kv_pos, num_keys = key_tile(runs, sequence, kv_idx, n_end, BLOCK_N)
             page, slot = find_page(params, b, kv_pos + key, key < num_keys)
-            cuda.syncthreads()  # nobody reads the values before
+            cuda.syncthreads()  # no thread reads the values before
             load_tile(base + KV_TILE, k_base, params.k_block_stride, params.k_slot_stride, page, slot, params.head_size)
             cuda.syncthreads()
             scores(s, base)
-            cuda.syncthreads()  # nobody reads the keys
+            cuda.syncthreads()  # no thread reads the keys any more
             load_tile(base + KV_TILE, v_base, params.v_block_stride, params.v_slot_stride, page, slot, params.head_size)
             first = kv_pos + (cuda.threadIdx.x & 7)
             for i in range(ROWS):

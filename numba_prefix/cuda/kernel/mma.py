@@ -1,8 +1,11 @@
-"""Attention on tensor cores, sm_80 and newer (the scheme of FlashAttention-2): one work item = BLOCK_M rows of one kv head.
+"""Attention on tensor cores, sm_80 and newer (the scheme of FlashAttention-2): one work item =
+BLOCK_M rows of one kv head.
 
-Each of four warps has 16 of the rows. Keys and values come through the block table, BLOCK_N at a time and copied in the
-background: values while scores are computed, the next keys while values are summed. In shared memory, 16-byte chunks of a
-row are permuted so that no two rows that ldmatrix reads at once share a bank.
+Each of four warps has 16 of the rows. Keys and values come through the block table, BLOCK_N at a
+time and copied in the background: values while scores are computed, the next keys while values are
+summed. In shared memory, 16-byte chunks of a row are permuted so that no two rows that ldmatrix
+reads at once share a bank.
+
 """
 
 from __future__ import annotations
@@ -38,9 +41,10 @@ WARPS = 4
 THREADS = 32 * WARPS
 BLOCK_M = 16 * WARPS
 ZERO = np.float32(0.0)
-MAX_KEPT_HEAD_DIM = 128  # of larger heads, queries are read from shared memory for every key tile: registers are short
-# With a mask that is read, larger heads take fewer keys at once (else 36 to 132 bytes are spilled), and still larger ones do
-# not keep queries either (else 12 to 36 bytes on cc 10.0 and 12.0).
+# Queries of larger heads are read from shared memory for every key tile: registers are short.
+MAX_KEPT_HEAD_DIM = 128
+# With a mask that is read, larger heads take fewer keys at once (else 36 to 132 bytes are spilled),
+# and still larger ones do not keep queries either (else 12 to 36 bytes on cc 10.0 and 12.0).
 MAX_WIDE_WITH_MASK = 32
 MAX_KEPT_WITH_MASK = 96
 
@@ -52,7 +56,8 @@ def make(spec: KernelSpec) -> Source:
     ROW_BYTES, CHUNKS = 2 * HEAD_DIM, HEAD_DIM // 8
     Q_TILE, K_TILE, V_TILE = 0, BLOCK_M * ROW_BYTES, (BLOCK_M + BLOCK_N) * ROW_BYTES
     STEPS, KEY_PAIRS, DIM_PAIRS = HEAD_DIM // 16, BLOCK_N // 16, HEAD_DIM // 16
-    # Loops over acc are short, or in halves: long ones LLVM unrolls too late to keep what they index in registers.
+    # Loops over acc are short, or in halves: long ones LLVM unrolls too late to keep what they
+    # index in registers.
     Q_SIZE, ACC_SIZE, S_SIZE, P_SIZE = 4 * STEPS, 8 * DIM_PAIRS, 8 * KEY_PAIRS, 4 * KEY_PAIRS
     LARGEST_KEPT = MAX_KEPT_WITH_MASK if spec.mask_dtype else MAX_KEPT_HEAD_DIM
     KEEPS_Q = HEAD_DIM <= LARGEST_KEPT
@@ -87,7 +92,8 @@ def make(spec: KernelSpec) -> Source:
 
     @inline
     def copy_tile(tile: Any, address: Any, block: Any, slot_bytes: Any, page: Any, slot: Any, head_bytes: Any) -> None:
-        """This warp's rows of a key or value tile: the page and slot of row i are known to lane i."""
+        """This warp's rows of a key or value tile: the page and slot of row i are known to lane
+        i."""
         lane, warp = np.int32(cuda.threadIdx.x & 31), np.int32(cuda.threadIdx.x >> 5)
         for i in range(KEYS_PER_WARP * CHUNKS // 32):
             row = np.int32(np.uint32(i * 32 + lane) // np.uint32(CHUNKS))
@@ -122,7 +128,7 @@ def make(spec: KernelSpec) -> Source:
 
     @inline
     def query_address(tile: Any, step: Any) -> Any:
-        """Of this lane's matrix row: 16 rows of the warp by 16 dimensions."""
+        """The place of this lane's matrix row: 16 rows of the warp by 16 dimensions."""
         lane, warp = cuda.threadIdx.x & 31, cuda.threadIdx.x >> 5
         return np.int32(tile + place(np.int32(16 * warp + (lane & 15)), np.int32(2 * step + (lane >> 4))))
 
@@ -161,7 +167,7 @@ def make(spec: KernelSpec) -> Source:
 
     @inline
     def value_address(base: Any, j: Any, d: Any) -> Any:
-        """Of this lane's matrix row: keys 16·j … by dimensions 16·d …"""
+        """The place of this lane's matrix row: keys 16·j … by dimensions 16·d …"""
         lane = cuda.threadIdx.x & 31
         row, chunk = np.int32(lane & 15), np.int32(2 * d + (lane >> 4))
         return np.int32(base + V_TILE + 16 * j * ROW_BYTES + place(row, chunk))
@@ -193,7 +199,8 @@ def make(spec: KernelSpec) -> Source:
 
     @inline
     def add_nonfinite(acc: Any, kv_pos: Any, num_keys: Any, begin: Any, end: Any, base: Any, first_chunk: Any) -> None:
-        """Infinities and NaNs of half the value tile, first_chunk and after, added to the rows that see them."""
+        """Infinities and NaNs of half the value tile, first_chunk and after, added to the rows that
+        see them."""
         column = 4 * (cuda.threadIdx.x & 3)
         for key in range(num_keys):
             is_seen0 = masks.is_visible(kv_pos + key, begin[0], end[0])
@@ -209,8 +216,8 @@ def make(spec: KernelSpec) -> Source:
 
     @inline
     def move_nonfinite(acc: Any, kv_pos: Any, num_keys: Any, begin: Any, end: Any, base: Any) -> None:
-        """Takes infinities and NaNs out of the value tile and adds them to the rows that see them, and to no other: in the
-        products, a hidden key's weight of 0 takes part."""
+        """Takes infinities and NaNs out of the value tile and adds them to the rows that see them,
+        and to no other: in the products, a hidden key's weight of 0 takes part."""
         add_nonfinite(acc, kv_pos, num_keys, begin, end, base, 0)
         add_nonfinite(acc, kv_pos, num_keys, begin, end, base, DIM_PAIRS)
         cuda.syncthreads()
@@ -222,7 +229,8 @@ def make(spec: KernelSpec) -> Source:
 
     @inline
     def update(s: Any, p: Any, acc: Any, m_i: Any, l_i: Any, unit_log2: Any, i: Any) -> None:
-        """The running softmax of the thread's row i: scores become weights, what was summed is rescaled."""
+        """The running softmax of the thread's row i: scores s become weights p, and sums are
+        rescaled."""
         top = m_i[i]
         for j in range(2 * KEY_PAIRS):
             top = softmax.running_max(softmax.running_max(top, s[4 * j + 2 * i]), s[4 * j + 2 * i + 1])
@@ -268,11 +276,13 @@ def make(spec: KernelSpec) -> Source:
     finish = finish_of(BLOCK_M, 2, store_state, store_row)
 
     def kernel(params: Any) -> None:
-        # q, acc, s, p: as mma spreads a warp's 16 rows over its lanes; a thread has rows lane // 4 and lane // 4 + 8
-        q, acc = cuda.local.array(Q_SIZE, int32), cuda.local.array(ACC_SIZE, float32)
-        s, p = cuda.local.array(S_SIZE, float32), cuda.local.array(P_SIZE, int32)
-        m_i, l_i = cuda.local.array(2, float32), cuda.local.array(2, float32)
-        slope, q_pos, bias_pos = (cuda.local.array(2, float32), cuda.local.array(2, int32), cuda.local.array(2, int32))
+        # A thread's share of the warp's 16 rows, as mma spreads them: rows lane // 4 and lane // 4 + 8
+        q = cuda.local.array(Q_SIZE, int32)  # queries [STEPS, 4], pairs of dimensions
+        s = cuda.local.array(S_SIZE, float32)  # scores [8 keys, row, 2]
+        p = cuda.local.array(P_SIZE, int32)  # weights [8 keys, row], pairs of keys
+        acc = cuda.local.array(ACC_SIZE, float32)  # [8 dimensions, row, 2]
+        m_i, l_i = cuda.local.array(2, float32), cuda.local.array(2, float32)  # [row], like those that follow
+        slope, q_pos, bias_pos = cuda.local.array(2, float32), cuda.local.array(2, int32), cuda.local.array(2, int32)
         begin, end, mask_base = cuda.local.array(2, int32), cuda.local.array(2, int32), cuda.local.array(2, int64)
         lane, warp, base = np.int32(cuda.threadIdx.x & 31), np.int32(cuda.threadIdx.x >> 5), ptx.shared_base()
         work_item, kv_head, sequence, runs = work_of(params, params.work_ptr)
@@ -307,7 +317,7 @@ def make(spec: KernelSpec) -> Source:
         while kv_idx < n_end:
             if IS_ALIGNED:
                 ptx.wait_all()
-            cuda.syncthreads()  # the keys are there, and nobody reads the values before
+            cuda.syncthreads()  # the keys are there; no thread reads the values before
             copy_tile(base + V_TILE, v_base, params.v_block_stride, params.v_slot_stride, page, slot, head_bytes)
             scores(s, q, base)
             first = np.int32(kv_pos + 2 * (lane & 3))
@@ -328,7 +338,7 @@ def make(spec: KernelSpec) -> Source:
             update(s, p, acc, m_i, l_i, params.unit_log2, 1)
             if IS_ALIGNED:
                 ptx.wait_all()
-            cuda.syncthreads()  # the values are there, and nobody reads the keys
+            cuda.syncthreads()  # the values are there; no thread reads the keys any more
             if is_edge and cuda.syncthreads_or(holds_nonfinite(base)) != 0:
                 for i in range(2):
                     begin[i], end[i] = keys_seen(sequence, q_pos[i], kv_pos, num_keys)

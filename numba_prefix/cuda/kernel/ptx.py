@@ -1,8 +1,10 @@
-"""What kernels say in PTX rather than in Python: typed memory accesses, tensor-core products, copies in flight, shuffles.
+"""Instructions that kernels write as PTX: typed memory accesses, tensor-core products, copies in
+flight, shuffles.
 
-All of it inlines: a plain device function could not be compiled without a driver. Operands have exactly the types named:
-global addresses int64, shared ones int32 (bytes, from shared_base on), 16-bit floats their bits as uint16, or two of them
-in an int32.
+All of it inlines: a plain device function could not be compiled without a driver. Operands have
+exactly the types named: global addresses int64, shared ones int32 (bytes, from shared_base on),
+16-bit floats their bits as uint16, or two of them in an int32.
+
 """
 
 from __future__ import annotations
@@ -22,7 +24,8 @@ _SHARED_ALIGNMENT = 128
 
 
 def _typed(name: str, results: tuple[Any, ...], operands: tuple[Any, ...], emit: Any) -> Any:
-    """An intrinsic of exactly these operands; emit(builder, module, values) gives LLVM's values of the results."""
+    """An intrinsic of exactly these operands; emit(builder, module, values) gives LLVM's values of
+    the results."""
 
     def typed(_: Any, *given: Any) -> Any:
         if tuple(types.unliteral(t) for t in given) != operands:
@@ -55,8 +58,8 @@ def _asm(
 ) -> Any:
     """One piece of PTX; `text` numbers results first ($0, $1, …), then operands.
 
-    is_ordered: it reads or writes memory that others write, so it stays in its place. is_converged: all lanes of a warp
-    have to execute it together.
+    is_ordered: it reads or writes memory that others write, so it stays in its place. is_converged:
+    all lanes of a warp have to execute it together.
     """
     constraints = [*("=" + _LETTERS[t] for t in results), *(_LETTERS[t] for t in operands)]
     if is_ordered:
@@ -134,7 +137,7 @@ store_shared4_i32 = _store("store_shared4_i32", "shared*.b32", i32, i32, 4)
 
 @intrinsic
 def shared_base(_: Any) -> Any:
-    """Where the block's dynamic shared memory begins, at a multiple of 128 bytes."""
+    """The first byte of the block's dynamic shared memory, at a multiple of 128 bytes."""
 
     def codegen(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
         name = "numba_prefix_shared"
@@ -148,7 +151,8 @@ def shared_base(_: Any) -> Any:
     return i32(), codegen
 
 
-# 16 bytes from global to shared memory, of which the last operand's number are read and the rest are zeros; both aligned.
+# 16 bytes from global to shared memory, of which the last operand's number are read and the rest
+# are zeros; both aligned.
 copy16 = _asm("copy16", "cp.async.cg.shared.global [$0], [$1], 16, $2;", (), (i32, i64, i32), is_ordered=True)
 commit = _asm("commit", "cp.async.commit_group;", (), is_ordered=True)
 wait_all = _asm("wait_all", "cp.async.wait_group 0;", (), is_ordered=True)
@@ -165,7 +169,8 @@ def _shuffle(name: str, mode: str, kind: Any, letter: str) -> Any:
 butterfly_f32 = _shuffle("butterfly_f32", "bfly", f32, "f")
 from_lane_i32 = _shuffle("from_lane_i32", "idx", i32, "r")
 
-# Four 8 x 8 matrices of 16-bit numbers from shared memory; lane i names the address of row i % 8 of matrix i // 8.
+# Four 8 x 8 matrices of 16-bit numbers from shared memory; lane i names the address of row i % 8 of
+# matrix i // 8.
 _MATRICES = "ldmatrix.sync.aligned.m8n8.x4{}.shared.b16 {{$0, $1, $2, $3}}, [$4];"
 load_matrices = _asm("load_matrices", _MATRICES.format(""), (i32,) * 4, (i32,), is_ordered=True, is_converged=True)
 load_matrices_transposed = _asm(
@@ -181,6 +186,7 @@ def _mma(dtype: str) -> Any:
     return _asm(f"mma_{dtype}", text, (f32,) * 4, (i32,) * 6 + (f32,) * 4, is_converged=True)
 
 
-# c + a·b of a 16 x 16 and a 16 x 8 matrix, spread over the lanes as the PTX manual draws it (mma.m16n8k16).
+# c + a·b of a 16 x 16 and a 16 x 8 matrix, spread over the lanes as the PTX manual draws it
+# (mma.m16n8k16).
 mma_f16 = _mma("f16")
 mma_bf16 = _mma("bf16")

@@ -1,5 +1,6 @@
-"""The shared rules, bound to scalars of a CUDA thread: `masks`, `softmax` and `tiling` have the names of numba_prefix.rules'
-modules, and each of their rules is a device function here; the words that rules are written in mean PTX."""
+"""The shared rules for the scalars of a CUDA thread: `masks`, `softmax` and `tiling` are
+numba_prefix.rules' modules with each rule as a device function, in which the words of
+elementwise.py mean PTX."""
 
 from __future__ import annotations
 
@@ -33,7 +34,8 @@ def where(_: Any, condition: Any, yes: Any, no: Any) -> Any:
 
 @intrinsic
 def to_f32(_: Any, x: Any) -> Any:
-    """Positions and distances fit 32 bits, whatever Numba widened them to; that conversion is the quick one."""
+    """Positions and distances fit 32 bits, whatever Numba widened them to; that conversion is the
+    quick one."""
     x = types.unliteral(x)
 
     def codegen(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
@@ -60,7 +62,8 @@ def maximum(_: Any, a: Any, b: Any) -> Any:
 
 @inline
 def multiply_add(a: Any, b: Any, c: Any) -> Any:
-    """One instruction: products and sums are contracted wherever they meet (compile/compiler.py)."""
+    """One instruction: products and sums are contracted wherever they meet
+    (compile/compiler.py)."""
     return a * b + c
 
 
@@ -82,8 +85,8 @@ _done: dict[Callable[..., Any], Any] = {}
 
 
 def _rule(function: python.FunctionType) -> Any:
-    """A rule as a device function: its code unchanged, the words and the rules that it names replaced by this target's.
-    Raises KeyError for a word that has no meaning here."""
+    """A rule as a device function: its code unchanged, the words and the rules that it names
+    replaced by this target's. Raises KeyError for a word that has no meaning here."""
     if function not in _done:
         names = dict(function.__globals__)
         for name in function.__code__.co_names:

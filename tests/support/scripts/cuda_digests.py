@@ -1,4 +1,5 @@
-"""Prints a digest of everything that a stub kernel is compiled to, as `repr(compute capability) digest` lines. Arguments: kinds."""
+"""Prints a digest of everything that a stub kernel is compiled to, as `repr(compute capability)
+digest` lines. Arguments: kinds."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""The first compilation for CUDA, cut short. ctrl_c: the kernel is asked for again after each. fork: children compile too. exit: the
-interpreter ends meanwhile."""
+"""The first compilation for CUDA, cut short. ctrl_c: the kernel is asked for again after each.
+fork: children compile too. exit: the interpreter ends meanwhile."""
 
 from __future__ import annotations
 
@@ -50,7 +50,8 @@ def fork() -> None:
 
 
 def exit() -> None:
-    """In the middle of passes, or of the linker's library: taken down while a thread is inside it, it crashes now and then."""
+    """In the middle of passes, or of the linker's library: taken down while a thread is inside it,
+    it crashes now and then."""
     place, name = (compiler, "_link") if sys.argv[2] == "linking" else (compiler.toolchain().cuda, "compile")
     step, is_inside, was_inside = getattr(place, name), threading.Event(), threading.Event()
 

@@ -1,4 +1,5 @@
-"""What compiling for CUDA leaves of itself in the process: nothing but modules. And the CPU's kernels are what they were."""
+"""What compiling for CUDA leaves of itself in the process: nothing but modules. And the CPU's
+kernels are what they were."""
 
 from __future__ import annotations
 
