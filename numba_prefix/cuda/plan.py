@@ -1,4 +1,5 @@
-"""Plans of the CUDA target: the work of a call, cut into a kernel's tiles and put on the GPU."""
+"""Plans of the CUDA target: the work of a call, cut into a kernel's tiles and uploaded to the
+GPU."""
 
 from __future__ import annotations
 
@@ -46,8 +47,8 @@ class Watched:
 
 
 class CudaPlan:
-    """Everything about a run that does not depend on where the arrays are, and what it has borrowed
-    of the GPU."""
+    """Everything about a run that does not depend on where the arrays are, with what it has
+    allocated on the GPU."""
 
     def __init__(
         self,

@@ -1,7 +1,8 @@
-"""A GPU as this process uses it: its context, and what plans borrow from it.
+"""A GPU as this process uses it: its context, and what plans allocate on it.
 
 Work may still be under way when a plan is gone, on any of the streams that it was run on: what it
-borrowed is given back behind them, without waiting.
+allocated is freed behind that work, without waiting.
+
 """
 
 from __future__ import annotations
@@ -142,7 +143,7 @@ class Device:
             raise
 
     def order(self, stream: int, before: int) -> None:
-        """What comes on `stream` from now on waits for what came on `before`."""
+        """Have all that comes on `stream` from now on wait for what came on `before`."""
         event = self.driver.create_event()
         self.driver.record(event, before)
         self.driver.wait(stream, event)
@@ -193,13 +194,12 @@ class Device:
                 event = driver.create_event()
                 driver.record(event, self.stream)
                 self._ending.append((event, flag))
-        except DriverError:  # a stream is gone, or all of CUDA: nobody knows any more who uses the memory
+        except DriverError:  # a stream is gone, or all of CUDA: the memory may still be in use
             pass
 
 
 def _taken(queue: deque[Item]) -> list[Item]:
-    """What is in a queue now, and is then no more; other threads may take from it, and add to it,
-    meanwhile."""
+    """Pop all that is queued now; safe while other threads pop and push."""
     taken = []
     with contextlib.suppress(IndexError):
         for _ in range(len(queue)):

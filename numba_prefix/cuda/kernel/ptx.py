@@ -1,9 +1,10 @@
-"""What kernels say in PTX rather than in Python: typed memory accesses, tensor-core products,
-copies in flight, shuffles.
+"""Instructions that kernels write as PTX: typed memory accesses, tensor-core products, copies in
+flight, shuffles.
 
 All of it inlines: a plain device function could not be compiled without a driver. Operands have
 exactly the types named: global addresses int64, shared ones int32 (bytes, from shared_base on),
 16-bit floats their bits as uint16, or two of them in an int32.
+
 """
 
 from __future__ import annotations
@@ -136,7 +137,7 @@ store_shared4_i32 = _store("store_shared4_i32", "shared*.b32", i32, i32, 4)
 
 @intrinsic
 def shared_base(_: Any) -> Any:
-    """Where the block's dynamic shared memory begins, at a multiple of 128 bytes."""
+    """The first byte of the block's dynamic shared memory, at a multiple of 128 bytes."""
 
     def codegen(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
         name = "numba_prefix_shared"
