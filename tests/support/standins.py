@@ -28,7 +28,7 @@ F32 = np.float32
 
 
 def compile_kernel(spec: KernelSpec, cc: tuple[int, int]) -> Compiled:
-    """In place of numba_prefix.cuda.compile.cubins.kernel."""
+    """Replacement of numba_prefix.cuda.compile.cubins.kernel."""
     fields = {name: getattr(spec, name) for name in KernelSpec.__slots__} | {"cc": cc}
     block_m, block_n = BLOCKS[spec.family]
     return Compiled(
