@@ -26,7 +26,8 @@ from numba_prefix.planning.workspace import ALIGNMENT
 from numba_prefix.rules.tiling import round_up
 from numba_prefix.runtime.num_threads import resolved
 
-MAX_PENDING = 64  # calls of a thread whose block tables are still to be judged, before it waits for the oldest
+# Calls of a thread whose block tables are still to be judged, before it waits for the oldest.
+MAX_PENDING = 64
 
 PARTIALS_SLOT = Params._fields.index("partials_ptr")
 
@@ -50,7 +51,7 @@ class Parameters:
 
 @dataclass(slots=True, eq=False)
 class Bound:
-    """What a plan does to certain arrays, ready for any number of runs."""
+    """A plan about certain arrays, ready for any number of runs."""
 
     problem: Problem
     operands: Operands
@@ -154,7 +155,8 @@ def plan(
     validate: str,
     cut_tiles: Cutter,
 ) -> tuple[CudaPlan, str]:
-    """A plan, and what was chosen: the kernel family and the GPU. Arguments as CudaPlan takes them."""
+    """A plan, and what was chosen: the kernel family and the GPU. Arguments as CudaPlan takes
+    them."""
     device = get_device(_ordinal(operands.q.device))
     with device.current(may_capture=True):
         made = CudaPlan(device, problem, lengths, held_blocks, is_part, validate, cut_tiles)
@@ -276,7 +278,7 @@ def _launch_all(device: Device, bound: Bound, workspace: int, stream: int) -> No
 
 
 def _prepare(plan: CudaPlan, bound: Bound, stream: int, owner: Any) -> None:
-    """Before the first run on a stream."""
+    """Make a stream ready for its first run."""
     if bound.copies and stream != bound.copied_on:
         with plan.device.current(may_capture=True):
             plan.device.driver.synchronize(bound.copied_on)
@@ -306,14 +308,14 @@ def _workspace_address(given: Any, num_bytes: int, device: str) -> int:
 
 
 def settle(plan: CudaPlan, dense: Operands, target: Tensor, out: Tensor, stream: int) -> None:
-    """After a run on copies that were made for it. torch's current stream is the one that it was
+    """Finish a run on copies that were made for it. torch's current stream is the one that it was
     launched on."""
     if target is not out:
         if out.kind != "torch":
             raise ValueError(f"out: got stride {out.strides[-1]} on the last axis, expected 1")
         out.owner.copy_(target.keeper)
     if any(t.kind == "dlpack" and isinstance(t.keeper, Tensor) for t in (dense.q, dense.k_cache, dense.v_cache)):
-        with plan.device.current():  # its library may use a copy's memory again as soon as we leave
+        with plan.device.current():  # its library may use a copy's memory again afterwards
             plan.device.driver.synchronize(stream)
 
 
@@ -339,7 +341,7 @@ def check(plan: CudaPlan) -> None:
 
 class _Pending(threading.local):
     """Plans of calls that are over, each with an event after its run: their block tables are judged
-    at the thread's next call, since nobody else can ask."""
+    at the thread's next call, since no caller has the operation."""
 
     def __init__(self) -> None:
         self.calls: list[tuple[CudaPlan, int]] = []

@@ -173,7 +173,7 @@ def test_sanitizer(tool: str) -> None:
     assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-2000:]
 
 
-# --- torch -----------------------------------------------------------------------------------------------------------
+# --- torch
 
 
 def tensors(torch: Any, case: Case) -> dict[str, Any]:

@@ -65,7 +65,8 @@ KERNEL_OF: dict[str, Any] = {
 
 
 def build_ahead(items: list[Any]) -> None:
-    """The kernels of these tests, from the beginning of a session (conftest.py), if there are many."""
+    """The kernels of these tests, from the beginning of a session (conftest.py), if there are
+    many."""
     cases = [KERNEL_OF[item.originalname](**item.callspec.params) for item in items if item.originalname in KERNEL_OF]
     if len(cases) >= MANY:
         cuda_target.build_ahead((cuda_target.spec_of(*case), case[3]) for case in cases)
@@ -181,7 +182,7 @@ def test_future_keys_stay_hidden(cc: tuple[int, int]) -> None:
     assert (np.isnan(out[:, 4:]).all(axis=1) == (q_pos >= 85)).all()
 
 
-# --- what machine code must not have ---------------------------------------------------------------------------------
+# --- what machine code must not have
 
 
 @pytest.mark.parametrize(
@@ -213,7 +214,7 @@ def test_no_bank_conflicts(family: str, dtype: str, head_size: int) -> None:
         assert not conflicts or (family == "fma" and text.startswith("st.shared.f32")), f"{conflicts} at {text}"
 
 
-# --- faults that the interpreter would see ---------------------------------------------------------------------------
+# --- faults that the interpreter would see
 
 
 def mutated(pattern: str, replacement: str, which: int) -> Any:

@@ -27,7 +27,7 @@ from numba_prefix.cuda.device import gpu, streams
 from numba_prefix.cuda.device.driver import LEGACY_STREAM, DriverError, get_driver
 from numba_prefix.front.operation import Context
 
-# --- streams ---------------------------------------------------------------------------------------------------------
+# --- streams
 
 
 class HasProtocol:
@@ -115,7 +115,7 @@ def test_cupy_streams(monkeypatch: pytest.MonkeyPatch) -> None:
         assert streams.stream_for(None, query) == expected
 
 
-# --- contexts, threads, captures -------------------------------------------------------------------------------------
+# --- contexts, threads, captures
 
 
 def test_contexts_are_restored(fake: FakeDriver) -> None:
@@ -240,7 +240,7 @@ def test_memory_is_given_back_behind_the_runs(lazy: FakeDriver) -> None:
     assert len(lazy._host_pages) == 1 and flags
 
 
-# --- where it cannot run ---------------------------------------------------------------------------------------------
+# --- where it cannot run
 
 
 def unavailable(monkeypatch: pytest.MonkeyPatch, *parts: str) -> None:

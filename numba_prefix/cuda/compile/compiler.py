@@ -1,4 +1,4 @@
-"""From a kernel's Python function to a cubin, without driver, GPU or C++ toolchain.
+"""Compilation of a kernel's Python function to a cubin, without driver, GPU or C++ toolchain.
 
 Numba and NVVM make LTO-IR, of which nvJitLink makes a cubin, and PTX to read and to test. The cubin
 is not made of the PTX: nvJitLink compiles PTX for a link with further code, which took 255
@@ -131,7 +131,8 @@ def _lto_ir(spec: KernelSpec) -> tuple[Source, bytes]:
                 device=False,
                 opt=True,
                 abi="numba",
-                abi_info={"abi_name": source.name},  # Numba's own counts what the process compiled before
+                # Numba's own name counts what the process compiled before.
+                abi_info={"abi_name": source.name},
                 cc=MIN_CC,
                 output="ltoir",
                 launch_bounds=(source.threads, MIN_BLOCKS),
@@ -189,7 +190,7 @@ def _toolchain() -> SimpleNamespace:
         from numba.cuda import types
         from numba.cuda.core import config, event
         from numba.cuda.core.compiler_lock import global_compiler_lock
-    except Exception as error:  # releases of numba and numba-cuda that do not go together fail in many ways
+    except Exception as error:  # releases that do not go together fail in many ways
         raise _unavailable(f"{type(error).__name__}: {error}") from error
     if not callable(cuda.compile):
         raise _unavailable("NUMBA_ENABLE_CUDASIM puts a simulator in place of the compiler", "without it")

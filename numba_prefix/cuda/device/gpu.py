@@ -58,7 +58,7 @@ class Loan:
         self.device = device
         self.flag = device._take_flag()
         self._blocks: list[int] = []
-        self._streams: dict[int, Any] = {}  # used so far, by handle; what they belong to is kept alive
+        self._streams: dict[int, Any] = {}  # used so far, by handle, with their owners
         finalizer = weakref.finalize(self, device._give_back, self._blocks, self.flag, self._streams)
         finalizer.atexit = False
 
@@ -74,7 +74,7 @@ class Loan:
         return address
 
     def use(self, stream: int, owner: Any) -> None:
-        """Before a launch on this stream, which has to live as long as its owner does."""
+        """Note a launch on this stream, which has to live as long as its owner does."""
         if stream not in self._streams:
             self._streams[stream] = owner
 
@@ -124,13 +124,13 @@ class Device:
         with self.current():
             self.stream = driver.create_stream()
         self._free_flags: deque[Flag] = deque()
-        self._ending: deque[tuple[int, Flag]] = deque()  # flags that are free once their event is done
+        self._ending: deque[tuple[int, Flag]] = deque()  # free once the event is done
         self._postponed: deque[tuple[list[int], Flag, dict[int, Any]]] = deque()
 
     def current(self, *, may_capture: bool = False) -> _Entered:
-        """For a `with`. may_capture: the calling thread may allocate and wait although it, or
-        another thread, captures a CUDA graph: nothing that is done within touches a stream that is
-        being captured. Raises TargetUnavailableError in a forked child."""
+        """A context to enter by `with`. may_capture: the calling thread may allocate and wait
+        although it, or another thread, captures a CUDA graph: nothing that is done within touches a
+        stream that is being captured. Raises TargetUnavailableError in a forked child."""
         check_process(self.driver)
         return _Entered(self.driver, self._context, may_capture)
 
@@ -138,7 +138,8 @@ class Device:
         try:
             return self.driver.is_capturing(stream)
         except DriverError as error:
-            if error.name == "CUDA_ERROR_STREAM_CAPTURE_IMPLICIT":  # the legacy stream, while another one captures
+            # The legacy stream, while another one captures.
+            if error.name == "CUDA_ERROR_STREAM_CAPTURE_IMPLICIT":
                 return True
             raise
 

@@ -96,7 +96,8 @@ def _store_bf16(address: Any, x: Any) -> None:
 
 
 LOADS = {"float16": _load_f16, "bfloat16": _load_bf16, "float32": ptx.load_f32}
-WIDENS: dict[str, Any] = {"float16": ptx.f32_of_f16, "bfloat16": f32_of_bf16}  # the bits of a 16-bit number
+# From the bits of a 16-bit number.
+WIDENS: dict[str, Any] = {"float16": ptx.f32_of_f16, "bfloat16": f32_of_bf16}
 STORES = {"float16": _store_f16, "bfloat16": _store_bf16, "float32": ptx.store_f32}
 
 

@@ -92,8 +92,8 @@ def make(spec: KernelSpec) -> Source:
 
     @inline
     def load_tile(tile: Any, address: Any, block: Any, slot_bytes: Any, page: Any, slot: Any, head_size: Any) -> None:
-        """This warp's rows of a key or value tile: the page and slot of row i are known to lane
-        i."""
+        """This warp's rows of a key or value tile: lane i knows the physical block
+        and slot of row i."""
         lane, warp = np.int32(cuda.threadIdx.x & 31), np.int32(cuda.threadIdx.x >> 5)
         for i in range(KEYS_PER_WARP * CHUNKS // 32):
             row = np.int32(np.uint32(i * 32 + lane) // np.uint32(CHUNKS))
@@ -210,7 +210,7 @@ def make(spec: KernelSpec) -> Source:
         m_i, l_i = cuda.local.array(ROWS, float32), cuda.local.array(ROWS, float32)
         slope, mask_base = cuda.local.array(ROWS, float32), cuda.local.array(ROWS, int64)
         q_pos, bias_pos = cuda.local.array(ROWS, int32), cuda.local.array(ROWS, int32)
-        seen = cuda.local.array(ROWS, int32)  # a bit for each of the thread's keys that the row sees
+        seen = cuda.local.array(ROWS, int32)  # a bit for each key of the thread that the row sees
         lane, warp, base = np.int32(cuda.threadIdx.x & 31), np.int32(cuda.threadIdx.x >> 5), ptx.shared_base()
         work_item, kv_head, sequence, runs = work_of(params, params.work_ptr)
         b, n_end, q_begin = work_item[SEQUENCE], work_item[N_END], sequence[Q_BEGIN]

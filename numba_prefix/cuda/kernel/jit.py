@@ -24,8 +24,8 @@ _target: list[tuple[int, int]] = []
 
 @contextlib.contextmanager
 def compiling_for(cc: tuple[int, int]) -> Iterator[None]:
-    """Within it device functions are compiled for compute capability `cc`. One at a time in a
-    process."""
+    """A context in which device functions are compiled for compute capability `cc`. One at once in
+    a process."""
     _target.append(cc)
     try:
         with remembered_types():

@@ -92,8 +92,8 @@ def make(spec: KernelSpec) -> Source:
 
     @inline
     def copy_tile(tile: Any, address: Any, block: Any, slot_bytes: Any, page: Any, slot: Any, head_bytes: Any) -> None:
-        """This warp's rows of a key or value tile: the page and slot of row i are known to lane
-        i."""
+        """This warp's rows of a key or value tile: lane i knows the physical block
+        and slot of row i."""
         lane, warp = np.int32(cuda.threadIdx.x & 31), np.int32(cuda.threadIdx.x >> 5)
         for i in range(KEYS_PER_WARP * CHUNKS // 32):
             row = np.int32(np.uint32(i * 32 + lane) // np.uint32(CHUNKS))
@@ -282,7 +282,7 @@ def make(spec: KernelSpec) -> Source:
         s = cuda.local.array(S_SIZE, float32)  # scores [8 keys, row, 2]
         p = cuda.local.array(P_SIZE, int32)  # weights [8 keys, row], pairs of keys
         acc = cuda.local.array(ACC_SIZE, float32)  # [8 dimensions, row, 2]
-        m_i, l_i = cuda.local.array(2, float32), cuda.local.array(2, float32)  # [row], like those that follow
+        m_i, l_i = cuda.local.array(2, float32), cuda.local.array(2, float32)  # [row], as below
         slope, q_pos, bias_pos = cuda.local.array(2, float32), cuda.local.array(2, int32), cuda.local.array(2, int32)
         begin, end, mask_base = cuda.local.array(2, int32), cuda.local.array(2, int32), cuda.local.array(2, int64)
         lane, warp, base = np.int32(cuda.threadIdx.x & 31), np.int32(cuda.threadIdx.x >> 5), ptx.shared_base()

@@ -56,8 +56,8 @@ class Source:
 
 
 def family_of(dtype: str, cc: tuple[int, int]) -> str:
-    """Tensor cores for 16-bit numbers where the GPU has those that we use, else plain arithmetic.
-    KeyError for an unknown dtype."""
+    """Tensor cores for 16-bit numbers where the GPU has those that family mma uses, else plain
+    arithmetic. KeyError for an unknown dtype."""
     family = _FAMILIES[dtype]
     return family if cc >= TENSOR_CORES else "fma"
 
