@@ -4,7 +4,8 @@
     memory = Memory()
     memory.add("query", array, writable=False)
     arguments = [array.ctypes.data, 1.0]
-    statistics = module.run(None, grid=4, block=128, shared_bytes=0, arguments=arguments, memory=memory)
+    options = {"grid": 4, "block": 128, "shared_bytes": 0}
+    statistics = module.run(None, arguments=arguments, memory=memory, **options)
 
 It says nothing about time, but it checks what a GPU doesn't: races on shared memory, copies in
 flight, bounds, alignment. What it can't tell: races of one block's threads on global memory; last

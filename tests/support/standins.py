@@ -112,7 +112,7 @@ class _Kernel:
                 score = score * self.scale + self.bias(kv_head * group + head, q_pos, bias_pos, kv_pos[seen])
             if len(score):
                 m_i[i] = score.max()
-                weight = softmax.weight(score, softmax.shift_of(m_i[i]), self.unit_log2)
+                weight = softmax.exp_score(score, softmax.shift_of(m_i[i]), self.unit_log2)
                 l_i[i], acc[i] = weight.sum(), weight @ values[seen]
         return m_i, l_i, acc
 

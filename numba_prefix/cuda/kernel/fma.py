@@ -43,7 +43,7 @@ ROW_THREADS = 8  # of one row
 ROW_STEP = THREADS // ROW_THREADS  # between the rows of a thread
 F32 = 4
 ZERO = np.float32(0.0)
-HIDDEN = np.float32(-1.0)  # a weight that no key has: those of keys that a row may not see
+HIDDEN = np.float32(-1.0)  # a probability that no key has: those of keys that a row may not see
 # Larger heads take smaller tiles: registers for the output, and the 64 KB of shared memory that
 # sm_75 has.
 MAX_WIDE_HEAD_DIM = 128
@@ -137,8 +137,8 @@ def make(spec: KernelSpec) -> Source:
 
     @inline
     def update(s: Any, acc: Any, m_i: Any, l_i: Any, seen: Any, base: Any, unit_log2: Any, i: Any) -> None:
-        """The running softmax of the thread's row i: scores s become weights in shared memory, and
-        sums are rescaled."""
+        """The running softmax of the thread's row i: scores s become probabilities in shared
+        memory, and sums are rescaled."""
         top = m_i[i]
         for j in range(KEYS):
             top = softmax.running_max(top, s[KEYS * i + j])
@@ -149,7 +149,7 @@ def make(spec: KernelSpec) -> Source:
         total = l_i[i] * alpha
         row = (cuda.threadIdx.x >> 3) + ROW_STEP * i
         for j in range(KEYS):
-            weight = softmax.weight(s[KEYS * i + j], shift, unit_log2)
+            weight = softmax.exp_score(s[KEYS * i + j], shift, unit_log2)
             total = total + weight
             is_seen = seen[i] & (1 << j) != 0
             key = (cuda.threadIdx.x & 7) + ROW_THREADS * j
@@ -160,7 +160,7 @@ def make(spec: KernelSpec) -> Source:
 
     @inline
     def add_value(acc: Any, w: Any, base: Any, key: Any, k: Any) -> None:
-        """One key's value, of weights w [ROWS, 4] those of column k."""
+        """One key's value, of probabilities w [ROWS, 4] those of column k."""
         quad = np.int32(cuda.threadIdx.x & 7)
         for g in range(DIM_GROUPS):
             v = ptx.load_shared4_f32(np.int32(base + KV_TILE + key * PITCH + 16 * quad + 128 * g))
@@ -172,8 +172,8 @@ def make(spec: KernelSpec) -> Source:
 
     @inline
     def add_values(acc: Any, base: Any) -> None:
-        """acc [ROWS, DIM_GROUPS, 4] += weights · values; a hidden key's value takes no part, be it
-        NaN."""
+        """acc [ROWS, DIM_GROUPS, 4] += probabilities · values; a hidden key's value takes no part,
+        be it NaN."""
         row = np.int32(cuda.threadIdx.x >> 3)
         for j in range(0, BLOCK_N, 4):
             w = cuda.local.array(W_SIZE, float32)
@@ -252,7 +252,7 @@ def make(spec: KernelSpec) -> Source:
                     seen[i] = np.int32(seen[i] | where(is_seen, 1 << j, 0))
             for i in range(ROWS):
                 update(s, acc, m_i, l_i, seen, base, params.unit_log2, i)
-            cuda.syncthreads()  # weights and values are there
+            cuda.syncthreads()  # probabilities and values are there
             add_values(acc, base)
             kv_idx += num_keys
 

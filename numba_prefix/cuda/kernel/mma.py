@@ -174,7 +174,7 @@ def make(spec: KernelSpec) -> Source:
 
     @inline
     def add_values(acc: Any, p: Any, base: Any, j: Any) -> None:
-        """acc [16 rows, HEAD_DIM] += weights · values of keys 16·j to 16·j + 15."""
+        """acc [16 rows, HEAD_DIM] += probabilities · values of keys 16·j to 16·j + 15."""
         for d in range(DIM_PAIRS):
             b0, b1, b2, b3 = ptx.load_matrices_transposed(value_address(base, j, d))
             e = 8 * d
@@ -217,7 +217,7 @@ def make(spec: KernelSpec) -> Source:
     @inline
     def move_nonfinite(acc: Any, kv_pos: Any, num_keys: Any, begin: Any, end: Any, base: Any) -> None:
         """Takes infinities and NaNs out of the value tile and adds them to the rows that see them,
-        and to no other: in the products, a hidden key's weight of 0 takes part."""
+        and to no other: in the products, a hidden key's probability of 0 takes part."""
         add_nonfinite(acc, kv_pos, num_keys, begin, end, base, 0)
         add_nonfinite(acc, kv_pos, num_keys, begin, end, base, DIM_PAIRS)
         cuda.syncthreads()
@@ -229,7 +229,7 @@ def make(spec: KernelSpec) -> Source:
 
     @inline
     def update(s: Any, p: Any, acc: Any, m_i: Any, l_i: Any, unit_log2: Any, i: Any) -> None:
-        """The running softmax of the thread's row i: scores s become weights p, and sums are
+        """The running softmax of the thread's row i: scores s become probabilities p, and sums are
         rescaled."""
         top = m_i[i]
         for j in range(2 * KEY_PAIRS):
@@ -240,8 +240,8 @@ def make(spec: KernelSpec) -> Source:
         alpha = softmax.rescale(m_i[i], shift, unit_log2)
         total = l_i[i] * alpha
         for j in range(2 * KEY_PAIRS):
-            w0 = softmax.weight(s[4 * j + 2 * i], shift, unit_log2)
-            w1 = softmax.weight(s[4 * j + 2 * i + 1], shift, unit_log2)
+            w0 = softmax.exp_score(s[4 * j + 2 * i], shift, unit_log2)
+            w1 = softmax.exp_score(s[4 * j + 2 * i + 1], shift, unit_log2)
             total = total + (w0 + w1)
             p[2 * j + i] = pack(w0, w1)
         m_i[i], l_i[i] = top, total
@@ -280,7 +280,7 @@ def make(spec: KernelSpec) -> Source:
         # + 8
         q = cuda.local.array(Q_SIZE, int32)  # queries [STEPS, 4], pairs of dimensions
         s = cuda.local.array(S_SIZE, float32)  # scores [8 keys, row, 2]
-        p = cuda.local.array(P_SIZE, int32)  # weights [8 keys, row], pairs of keys
+        p = cuda.local.array(P_SIZE, int32)  # probabilities [8 keys, row], pairs of keys
         acc = cuda.local.array(ACC_SIZE, float32)  # [8 dimensions, row, 2]
         m_i, l_i = cuda.local.array(2, float32), cuda.local.array(2, float32)  # [row], as below
         slope, q_pos, bias_pos = cuda.local.array(2, float32), cuda.local.array(2, int32), cuda.local.array(2, int32)
