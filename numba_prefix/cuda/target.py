@@ -140,7 +140,7 @@ def _fill(
         merge_ptr=tables.merge,
         sequences_ptr=tables.sequences,
         runs_ptr=tables.runs,
-        status_ptr=plan.loan.flag.address,
+        status_ptr=plan.allocation.flag.address,
         kv_head_num=problem.kv_head_num,
         group_size=problem.group_size,
         head_size=problem.head_size,
@@ -170,7 +170,7 @@ def run(plan: CudaPlan, bound: Bound, workspace: Any, stream: int, owner: Any = 
     """
     device = plan.device
     address = _workspace_address(workspace, bound.workspace_bytes, bound.operands.q.device)
-    plan.look()
+    plan.raise_pending()
     with device.current():
         if stream not in bound.streams:
             _prepare(plan, bound, stream, owner)
@@ -205,7 +205,7 @@ def _prepare(plan: CudaPlan, bound: Bound, stream: int, owner: Any) -> None:
             plan.device.driver.synchronize(bound.copied_on)
         for t in bound.copies:
             streams.record_use(t, stream)
-    plan.loan.use(stream, owner)
+    plan.allocation.use(stream, owner)
     plan.watch(bound.problem, bound.operands.block_tables)
     bound.streams.add(stream)
 
@@ -253,9 +253,9 @@ def refuse_capture(stream: int, q: Tensor) -> None:
 def check(plan: CudaPlan) -> None:
     """Wait for all runs; raise ValueError for a bad block id that one has met."""
     with plan.device.current(may_capture=True):
-        for stream in plan.loan.streams:
+        for stream in plan.allocation.streams:
             plan.device.driver.synchronize(stream)
-    plan.look()
+    plan.raise_pending()
 
 
 class _Pending(threading.local):
@@ -289,12 +289,12 @@ def look_at_pending() -> None:
     for plan, event in calls:
         driver = plan.device.driver
         with plan.device.current(may_capture=True):
-            if not plan.loan.flag.is_set and not driver.is_done(event):
+            if not plan.allocation.flag.is_set and not driver.is_done(event):
                 _pending.calls.append((plan, event))
                 continue
             driver.destroy_event(event)
         try:
-            plan.look()
+            plan.raise_pending()
         except ValueError as error:
             errors.append(error)
     if errors:

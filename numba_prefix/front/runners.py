@@ -156,7 +156,7 @@ class CudaRunner:
 
     def check_tables(self, problem: Problem, operands: Operands) -> None:
         """Block ids are checked by the kernel that follows them: what it has found so far."""
-        self._plan.look()
+        self._plan.raise_pending()
 
     def allocate(self, q: Tensor, shape: tuple[int, ...], dtype: str) -> Any:
         with self._cuda.streams.scope(self._stream(None, q), q):
