@@ -33,7 +33,7 @@ class Tables:
     merge: int
     sequences: int
     runs: int
-    entries: int
+    work_items: int
     split_tiles: int
     workspace_bytes: int
 

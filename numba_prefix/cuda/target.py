@@ -105,7 +105,7 @@ def bind(
             tables = plan.tables(kernel)
             workspace_bytes = tables.workspace_bytes
             params = _fill(plan, problem, kernel, operands, out, lse)
-            launches = (_launch(kernel, tables.entries * problem.kv_head_num),)
+            launches = (_launch(kernel, tables.work_items * problem.kv_head_num),)
             if tables.split_tiles:
                 merge = merge_kernel(device, kernel.spec)
                 launches += (_launch(merge, tables.split_tiles * problem.kv_head_num),)
