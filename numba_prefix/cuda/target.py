@@ -103,7 +103,7 @@ class CudaTarget(Target):
 
     def check_tables(self, problem: Problem, operands: Operands) -> None:
         """Raise what the kernel, which checks the block ids that it follows, has found so far."""
-        self.plan.look()
+        self.plan.raise_pending()
 
     def allocate(self, q: Tensor, shape: tuple[int, ...], dtype: str) -> Any:
         with streams.scope(self._stream(None, q), q):
@@ -122,7 +122,7 @@ class CudaTarget(Target):
 
     def run(self, workspace: Any, num_threads: int | None = None, stream: Any = None) -> None:
         problem, operands, lse, bound = self._bound  # read once: another thread may rebind
-        self.plan.look()
+        self.plan.raise_pending()
         owner = self._options.stream if stream is None else stream
         handle = self._stream(stream, operands.q)
         if bound is not None:
@@ -183,7 +183,7 @@ def bind(
             tables = plan.tables(kernel)
             workspace_bytes = tables.workspace_bytes
             params = _fill(plan, problem, kernel, operands, out, lse)
-            launches = (_launch(kernel, tables.entries * problem.kv_head_num),)
+            launches = (_launch(kernel, tables.work_items * problem.kv_head_num),)
             if tables.split_tiles:
                 merge = merge_kernel(device, kernel.spec)
                 launches += (_launch(merge, tables.split_tiles * problem.kv_head_num),)
@@ -218,7 +218,7 @@ def _fill(
         merge_ptr=tables.merge,
         sequences_ptr=tables.sequences,
         runs_ptr=tables.runs,
-        status_ptr=plan.loan.flag.address,
+        status_ptr=plan.allocation.flag.address,
         kv_head_num=problem.kv_head_num,
         group_size=problem.group_size,
         head_size=problem.head_size,
@@ -249,7 +249,7 @@ def run(plan: CudaPlan, bound: Bound, workspace: Any, stream: int, owner: Any = 
     """
     device = plan.device
     address = _workspace_address(workspace, bound.workspace_bytes, bound.operands.q.device)
-    plan.look()
+    plan.raise_pending()
     with device.current():
         if stream not in bound.streams:
             _prepare(plan, bound, stream, owner)
@@ -284,7 +284,7 @@ def _prepare(plan: CudaPlan, bound: Bound, stream: int, owner: Any) -> None:
             plan.device.driver.synchronize(bound.copied_on)
         for t in bound.copies:
             streams.record_use(t, stream)
-    plan.loan.use(stream, owner)
+    plan.allocation.use(stream, owner)
     plan.watch(bound.problem, bound.operands.block_tables)
     bound.streams.add(stream)
 
@@ -334,9 +334,9 @@ def refuse_capture(stream: int, q: Tensor) -> None:
 def check(plan: CudaPlan) -> None:
     """Wait for all runs; raise ValueError for a bad block id that one has met."""
     with plan.device.current(may_capture=True):
-        for stream in plan.loan.streams:
+        for stream in plan.allocation.streams:
             plan.device.driver.synchronize(stream)
-    plan.look()
+    plan.raise_pending()
 
 
 class _Pending(threading.local):
@@ -370,12 +370,12 @@ def look_at_pending() -> None:
     for plan, event in calls:
         driver = plan.device.driver
         with plan.device.current(may_capture=True):
-            if not plan.loan.flag.is_set and not driver.is_done(event):
+            if not plan.allocation.flag.is_set and not driver.is_done(event):
                 _pending.calls.append((plan, event))
                 continue
             driver.destroy_event(event)
         try:
-            plan.look()
+            plan.raise_pending()
         except ValueError as error:
             errors.append(error)
     if errors:

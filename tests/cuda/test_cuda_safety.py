@@ -205,7 +205,7 @@ def test_one_call_is_not_captured(fake: FakeDriver) -> None:
 
 
 def test_plans_go_during_a_capture(fake: FakeDriver) -> None:
-    """What a plan borrowed is not given back on a stream that is being captured, but after that."""
+    """A plan's memory is not given back on a stream that is being captured, but after that."""
     _, op, _ = planned(fake, case_of("float16", SHORT), Context(stream=50))
     op.run()
     fake.capturing.add(50)
@@ -225,18 +225,18 @@ def test_memory_is_given_back_behind_the_runs(lazy: FakeDriver) -> None:
     case = case_of(lengths=SHORT)
     _, op, out = planned(lazy, case, Context(stream=50))
     op.run()
-    flag = op.planned.plan.loan.flag
+    flag = op.planned.plan.allocation.flag
     del op
     gc.collect()
     _, other, _ = planned(lazy, make_case([1], [3], dtype="float16"))
-    assert other.planned.plan.loan.flag is not flag
+    assert other.planned.plan.allocation.flag is not flag
     lazy.finish_all()
     assert_close(out.array, case)
     del other
     gc.collect()
     lazy.finish_all()
     assert lazy.live == {}
-    flags = {planned(lazy, make_case([1], [3], dtype="float16"))[1].planned.plan.loan.flag for _ in range(3)}
+    flags = {planned(lazy, make_case([1], [3], dtype="float16"))[1].planned.plan.allocation.flag for _ in range(3)}
     assert len(lazy._host_pages) == 1 and flags
 
 

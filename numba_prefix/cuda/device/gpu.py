@@ -50,8 +50,8 @@ class Flag:
         self._value.value = 0
 
 
-class Loan:
-    """Device memory and a flag, for one plan; given back when this object is gone."""
+class DeviceAllocation:
+    """Device memory and a flag of one plan, given back when this object is gone."""
 
     def __init__(self, device: Device) -> None:
         """The device's context is current."""
@@ -150,11 +150,11 @@ class Device:
         self.driver.wait(stream, event)
         self.driver.destroy_event(event)
 
-    def borrow(self) -> Loan:
-        """The device's context is current, captures are allowed for."""
+    def allocate(self) -> DeviceAllocation:
+        """Memory and a flag for a new plan. The device's context is current, captures are allowed for."""
         for postponed in _taken(self._postponed):
             self._give_back(*postponed)
-        return Loan(self)
+        return DeviceAllocation(self)
 
     def _take_flag(self) -> Flag:
         self._recycle_flags()
