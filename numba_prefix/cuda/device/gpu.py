@@ -151,7 +151,7 @@ class Device:
         self.driver.destroy_event(event)
 
     def allocate(self) -> DeviceAllocation:
-        """Memory and a flag for a new plan. The device's context is current, captures are allowed for."""
+        """Memory and a flag for a new plan. The device's context is current and may capture."""
         for postponed in _taken(self._postponed):
             self._give_back(*postponed)
         return DeviceAllocation(self)
