@@ -1,4 +1,5 @@
-"""Targets under test, what a plain run leaves out, hypothesis profiles, and one compile cache for the whole session."""
+"""Targets under test, what a plain run leaves out, hypothesis profiles, and one compile cache for
+the whole session."""
 
 from __future__ import annotations
 
@@ -80,7 +81,8 @@ def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> Non
 
 
 def pytest_collection_finish(session: pytest.Session) -> None:
-    """Kernels that take seconds each to compile are begun with: build_ahead() of a file is told its tests."""
+    """Kernels that take seconds each to compile are begun with: build_ahead() of a file is told its
+    tests."""
     if session.config.option.collectonly:
         return
     modules: dict[Any, list[pytest.Item]] = {}
@@ -103,7 +105,8 @@ def pytest_unconfigure(config: Any) -> None:
 
 
 def is_too_large(item: pytest.Item) -> bool:
-    """Whether a test on all targets has a problem that would be interpreted for long, or takes a kernel of its own."""
+    """Whether a test on all targets has a problem that would be interpreted for long, or takes a
+    kernel of its own."""
     callspec = getattr(item, "callspec", None)
     if callspec is None or callspec.params.get("target") != "cuda":
         return False

@@ -13,7 +13,8 @@ VARIABLE = "NUMBA_PREFIX_ISA"
 
 def candidates(dtype: str) -> tuple[Path, ...]:
     """The paths that a dtype may take here, those of more special instructions first. Where a path
-    is forced: the first that the dtype can take from there on, alone. Raises as forced_path does."""
+    is forced: the first that the dtype can take from there on, alone. Raises as forced_path does.
+    """
     forced = forced_path()
     usable = _usable_from(forced or PATHS[0], dtype, len(_wrong))
     return usable[:1] if forced is not None else usable

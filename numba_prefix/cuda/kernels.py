@@ -1,4 +1,4 @@
-"""Which kernels a call needs, compiled and loaded once per process."""
+"""Chooses the kernels that a call needs; each is compiled and loaded once per process."""
 
 from __future__ import annotations
 
@@ -57,11 +57,12 @@ def attention_kernel(device: Device, problem: Problem, operands: Operands, out_d
 
 
 def merge_kernel(device: Device, attention: KernelSpec) -> Kernel:
-    """The kernel that joins the split tiles of another one."""
+    """The kernel that merges the split tiles of another one."""
     return _load(device, merge_of(attention))
 
 
 def is_aligned(problem: Problem, operands: Operands) -> bool:
+    """Whether all rows of query, key and value begin and end at multiples of CHUNK bytes."""
     item = ITEM_BYTES[problem.dtype]
     if problem.head_size * item % CHUNK:
         return False

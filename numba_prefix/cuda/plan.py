@@ -1,4 +1,5 @@
-"""Plans of the CUDA target: the work of a call, cut into a kernel's tiles and put on the GPU."""
+"""Plans of the CUDA target: the work of a call, cut into a kernel's tiles and uploaded to the
+GPU."""
 
 from __future__ import annotations
 
@@ -8,7 +9,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from numba_prefix.cuda.device.gpu import Device, Loan
+from numba_prefix.cuda.device.gpu import Device, DeviceAllocation
 from numba_prefix.cuda.kernels import Kernel
 from numba_prefix.inputs.arrays import ITEM_BYTES, Tensor, as_numpy, contiguous_strides, span
 from numba_prefix.inputs.lengths import check_block_ids
@@ -32,7 +33,7 @@ class Tables:
     merge: int
     sequences: int
     runs: int
-    entries: int
+    work_items: int
     split_tiles: int
     workspace_bytes: int
 
@@ -46,8 +47,8 @@ class Watched:
 
 
 class CudaPlan:
-    """Everything about a run that does not depend on where the arrays are, and what it has borrowed
-    of the GPU."""
+    """Everything about a run that does not depend on where the arrays are, with what it has
+    allocated on the GPU."""
 
     def __init__(
         self,
@@ -62,7 +63,7 @@ class CudaPlan:
         """Lengths are int64 [batch], held_blocks bool [batch, max_block_num] (None: all), checked.
         is_part: lse leaves out what kv_runs.part_shift says. The device's context is current."""
         self.device, self.problem, self.is_part, self.validate = device, problem, is_part, validate
-        self.loan: Loan = device.borrow()
+        self.allocation: DeviceAllocation = device.allocate()
         self._lengths, self._held_blocks, self._cut_tiles = lengths, held_blocks, cut_tiles
         self._tables: dict[tuple[int, int], Tables] = {}
         self._slopes: dict[bytes, int] = {}
@@ -94,7 +95,7 @@ class CudaPlan:
         packed = np.zeros(ends[-1], np.int64)
         for part, begin in zip(parts, begins, strict=True):
             packed[begin : begin + part.size] = part.ravel()
-        base = self.loan.upload(packed)
+        base = self.allocation.upload(packed)
         work, merge_list, sequences, runs = (base + 8 * begin for begin in begins)
         workspace_bytes = partials_bytes(cut.partial_f32 * heads)
         return Tables(work, merge_list, sequences, runs, len(cut.work), len(merge), workspace_bytes)
@@ -104,17 +105,17 @@ class CudaPlan:
         values = np.ascontiguousarray(as_numpy(slopes), np.float32)
         address = self._slopes.get(values.tobytes())
         if address is None:
-            address = self._slopes[values.tobytes()] = self.loan.upload(values)
+            address = self._slopes[values.tobytes()] = self.allocation.upload(values)
         return address
 
     def watch(self, problem: Problem, table: Tensor) -> None:
         """Runs with this table are about to be launched."""
         self._watched.append(Watched(problem, table))
 
-    def look(self) -> None:
+    def raise_pending(self) -> None:
         """Raise the error of a bad block id that a kernel has met so far; asks the GPU for nothing
         if none has."""
-        flag = self.loan.flag
+        flag = self.allocation.flag
         if self.validate != "shape" and flag.is_set:
             flag.clear()
             raise self._bad_block_error()

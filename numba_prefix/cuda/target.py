@@ -26,7 +26,8 @@ from numba_prefix.planning.workspace import ALIGNMENT
 from numba_prefix.rules.tiling import round_up
 from numba_prefix.runtime.num_threads import resolved
 
-MAX_PENDING = 64  # calls of a thread whose block tables are still to be judged, before it waits for the oldest
+# Calls of a thread whose block tables are still to be judged, before it waits for the oldest.
+MAX_PENDING = 64
 
 PARTIALS_SLOT = Params._fields.index("partials_ptr")
 
@@ -50,7 +51,7 @@ class Parameters:
 
 @dataclass(slots=True, eq=False)
 class Bound:
-    """What a plan does to certain arrays, ready for any number of runs."""
+    """A plan about certain arrays, ready for any number of runs."""
 
     problem: Problem
     operands: Operands
@@ -102,7 +103,7 @@ class CudaTarget(Target):
 
     def check_tables(self, problem: Problem, operands: Operands) -> None:
         """Raise what the kernel, which checks the block ids that it follows, has found so far."""
-        self.plan.look()
+        self.plan.raise_pending()
 
     def allocate(self, q: Tensor, shape: tuple[int, ...], dtype: str) -> Any:
         with streams.scope(self._stream(None, q), q):
@@ -121,7 +122,7 @@ class CudaTarget(Target):
 
     def run(self, workspace: Any, num_threads: int | None = None, stream: Any = None) -> None:
         problem, operands, lse, bound = self._bound  # read once: another thread may rebind
-        self.plan.look()
+        self.plan.raise_pending()
         owner = self._options.stream if stream is None else stream
         handle = self._stream(stream, operands.q)
         if bound is not None:
@@ -154,7 +155,8 @@ def plan(
     validate: str,
     cut_tiles: Cutter,
 ) -> tuple[CudaPlan, str]:
-    """A plan, and what was chosen: the kernel family and the GPU. Arguments as CudaPlan takes them."""
+    """A plan, and what was chosen: the kernel family and the GPU. Arguments as CudaPlan takes
+    them."""
     device = get_device(_ordinal(operands.q.device))
     with device.current(may_capture=True):
         made = CudaPlan(device, problem, lengths, held_blocks, is_part, validate, cut_tiles)
@@ -181,7 +183,7 @@ def bind(
             tables = plan.tables(kernel)
             workspace_bytes = tables.workspace_bytes
             params = _fill(plan, problem, kernel, operands, out, lse)
-            launches = (_launch(kernel, tables.entries * problem.kv_head_num),)
+            launches = (_launch(kernel, tables.work_items * problem.kv_head_num),)
             if tables.split_tiles:
                 merge = merge_kernel(device, kernel.spec)
                 launches += (_launch(merge, tables.split_tiles * problem.kv_head_num),)
@@ -216,7 +218,7 @@ def _fill(
         merge_ptr=tables.merge,
         sequences_ptr=tables.sequences,
         runs_ptr=tables.runs,
-        status_ptr=plan.loan.flag.address,
+        status_ptr=plan.allocation.flag.address,
         kv_head_num=problem.kv_head_num,
         group_size=problem.group_size,
         head_size=problem.head_size,
@@ -247,7 +249,7 @@ def run(plan: CudaPlan, bound: Bound, workspace: Any, stream: int, owner: Any = 
     """
     device = plan.device
     address = _workspace_address(workspace, bound.workspace_bytes, bound.operands.q.device)
-    plan.look()
+    plan.raise_pending()
     with device.current():
         if stream not in bound.streams:
             _prepare(plan, bound, stream, owner)
@@ -276,13 +278,13 @@ def _launch_all(device: Device, bound: Bound, workspace: int, stream: int) -> No
 
 
 def _prepare(plan: CudaPlan, bound: Bound, stream: int, owner: Any) -> None:
-    """Before the first run on a stream."""
+    """Make a stream ready for its first run."""
     if bound.copies and stream != bound.copied_on:
         with plan.device.current(may_capture=True):
             plan.device.driver.synchronize(bound.copied_on)
         for t in bound.copies:
             streams.record_use(t, stream)
-    plan.loan.use(stream, owner)
+    plan.allocation.use(stream, owner)
     plan.watch(bound.problem, bound.operands.block_tables)
     bound.streams.add(stream)
 
@@ -306,14 +308,14 @@ def _workspace_address(given: Any, num_bytes: int, device: str) -> int:
 
 
 def settle(plan: CudaPlan, dense: Operands, target: Tensor, out: Tensor, stream: int) -> None:
-    """After a run on copies that were made for it. torch's current stream is the one that it was
+    """Finish a run on copies that were made for it. torch's current stream is the one that it was
     launched on."""
     if target is not out:
         if out.kind != "torch":
             raise ValueError(f"out: got stride {out.strides[-1]} on the last axis, expected 1")
         out.owner.copy_(target.keeper)
     if any(t.kind == "dlpack" and isinstance(t.keeper, Tensor) for t in (dense.q, dense.k_cache, dense.v_cache)):
-        with plan.device.current():  # its library may use a copy's memory again as soon as we leave
+        with plan.device.current():  # its library may use a copy's memory again afterwards
             plan.device.driver.synchronize(stream)
 
 
@@ -332,14 +334,14 @@ def refuse_capture(stream: int, q: Tensor) -> None:
 def check(plan: CudaPlan) -> None:
     """Wait for all runs; raise ValueError for a bad block id that one has met."""
     with plan.device.current(may_capture=True):
-        for stream in plan.loan.streams:
+        for stream in plan.allocation.streams:
             plan.device.driver.synchronize(stream)
-    plan.look()
+    plan.raise_pending()
 
 
 class _Pending(threading.local):
     """Plans of calls that are over, each with an event after its run: their block tables are judged
-    at the thread's next call, since nobody else can ask."""
+    at the thread's next call, since no caller has the operation."""
 
     def __init__(self) -> None:
         self.calls: list[tuple[CudaPlan, int]] = []
@@ -368,12 +370,12 @@ def look_at_pending() -> None:
     for plan, event in calls:
         driver = plan.device.driver
         with plan.device.current(may_capture=True):
-            if not plan.loan.flag.is_set and not driver.is_done(event):
+            if not plan.allocation.flag.is_set and not driver.is_done(event):
                 _pending.calls.append((plan, event))
                 continue
             driver.destroy_event(event)
         try:
-            plan.look()
+            plan.raise_pending()
         except ValueError as error:
             errors.append(error)
     if errors:

@@ -11,7 +11,7 @@ from numba_prefix.inputs.arrays import Tensor, as_numpy, bits, describe, empty_l
 from numba_prefix.inputs.problem import FLOAT_DTYPES
 from numba_prefix.reference.oracle import stored
 from numba_prefix.rules.elementwise import F32_ONE
-from numba_prefix.rules.softmax import LOG2_E, log_sum_exp, normalize, part_of_output, running_max, shift_of, weight
+from numba_prefix.rules.softmax import LOG2_E, exp_score, log_sum_exp, normalize, part_of_output, running_max, shift_of
 
 
 def reshape_and_cache(key: Any, value: Any, key_cache: Any, value_cache: Any, slot_mapping: Any) -> None:
@@ -99,7 +99,7 @@ def merge_states(out_a: Any, lse_a: Any, out_b: Any, lse_b: Any) -> tuple[Any, A
     sum_a, sum_b = as_numpy(la), as_numpy(lb)
     with np.errstate(invalid="ignore"):
         shift = shift_of(running_max(sum_a, sum_b))
-        alpha_a, alpha_b = (weight(t, shift, LOG2_E) for t in (sum_a, sum_b))
+        alpha_a, alpha_b = (exp_score(t, shift, LOG2_E) for t in (sum_a, sum_b))
     l_i = (alpha_a + alpha_b).astype(np.float32)
     heads = (*la.shape, a.shape[-1] if a.ndim == 3 else a.shape[1] // la.shape[1])
     with np.errstate(invalid="ignore", divide="ignore", over="ignore"):

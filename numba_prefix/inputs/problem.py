@@ -57,7 +57,7 @@ class Problem:
 
     @property
     def options(self) -> dict[str, Any]:
-        """The options of the call that are no arrays, as static_problem and the oracle take them."""
+        """Options of the call that are no arrays, as static_problem and the oracle take them."""
         return {"mask_type": self.mask_type, "qk_scale": self.qk_scale}
 
     @property

@@ -7,7 +7,7 @@ State per row: `m_i` running max (starts at -inf), `l_i` running sum and `acc` w
 Scores may come in any positive unit, because a scale without a bias need not be multiplied into
 each of them. `unit` is a score of 1 in natural logarithms, `unit_log2` the same in base 2.
 Differences are taken before the unit is applied, so that large scores keep their last bits and the
-largest has weight exactly 1.
+largest has probability exactly 1 before it is normalised.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ LN_2 = np.float32(0.6931471805599453)
 
 
 def running_max(m_i: Any, score: Any) -> Any:
-    """The larger of the two; a NaN score does not enter the max, but its weight is NaN."""
+    """The larger of the two; a NaN score does not enter the max, but its probability is NaN."""
     return maximum(m_i, score)
 
 
@@ -39,15 +39,16 @@ def rescale(m_old: Any, shift: Any, unit_log2: Any) -> Any:
     return exp2_scaled(m_old - shift, unit_log2)
 
 
-def weight(score: Any, shift: Any, unit_log2: Any) -> Any:
+def exp_score(score: Any, shift: Any, unit_log2: Any) -> Any:
+    """A probability that is not yet divided by the sum of its row."""
     return exp2_scaled(score - shift, unit_log2)
 
 
 def add_part(total: Any, acc: Any, alpha: Any) -> Any:
     """`total` plus the values of a split, brought to the common max by alpha.
 
-    Where alpha underflows to 0, an infinity among the values becomes NaN, as it does where a weight
-    underflows: it reaches every row that may see it in either case.
+    Where alpha underflows to 0, an infinity among the values becomes NaN, as it does where a
+    probability underflows: it reaches every row that may see it in either case.
     """
     return multiply_add(acc, alpha, total)
 

@@ -138,7 +138,8 @@ def _is_wrong(inputs: Inputs, name: str, num_threads: int | None, held_blocks: A
 def _first_wrong_tile(
     inputs: Inputs, name: str, num_threads: int | None, row: int, head: int
 ) -> tuple[int, int] | None:
-    """The first key tile whose keys alone, as held blocks, give this row and head a wrong output."""
+    """The first key tile whose keys alone, as held blocks, give this row and head a wrong
+    output."""
     block_size, width = describe(inputs.key, "key").shape[1], describe(inputs.block_tables, "block_tables").shape[1]
     (kv_len,) = inputs.kv_seq_len
     step = max(1, TILE_KEYS // block_size)

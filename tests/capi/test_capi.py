@@ -31,7 +31,7 @@ def small(**extra: Any) -> Case:
     return make_case([3, 0, 5], [20, 4, 37], **({"head_num": 4, "kv_head_num": 2, "dtype": "float16"} | extra))
 
 
-# --- values ----------------------------------------------------------------------------------------------------------
+# --- values
 
 
 @pytest.mark.parametrize("form", MASK_FORMS)
@@ -141,7 +141,7 @@ def test_nothing_to_do() -> None:
     assert destroy(op) == OK
 
 
-# --- memory ----------------------------------------------------------------------------------------------------------
+# --- memory
 
 
 @pytest.mark.parametrize("num_threads", [1, 3])
@@ -178,7 +178,7 @@ def test_exact_workspace(num_threads: int) -> None:
     assert destroy(op) == OK
 
 
-# --- operations ------------------------------------------------------------------------------------------------------
+# --- operations
 
 
 def test_operation_runs_again_and_is_planned_anew() -> None:
@@ -260,7 +260,7 @@ def test_context() -> None:
     assert destroy(op) == OK
 
 
-# --- statuses --------------------------------------------------------------------------------------------------------
+# --- statuses
 
 X = np.zeros(64, np.float16)
 HUGE = 2**62

@@ -43,7 +43,7 @@ def write(directory: Path, arrays: dict[str, Any], name: str = "case.npz") -> st
     return str(directory / name)
 
 
-# --- run -------------------------------------------------------------------------------------------------------------
+# --- run
 
 
 def test_run_sample(capsys: pytest.CaptureFixture[str]) -> None:
@@ -136,7 +136,7 @@ def test_run_over_budget(file: str, capsys: pytest.CaptureFixture[str], monkeypa
     assert "OVER THE ERROR BUDGET" in capsys.readouterr().out
 
 
-# --- bad files -------------------------------------------------------------------------------------------------------
+# --- bad files
 
 
 @pytest.mark.parametrize(
@@ -221,7 +221,7 @@ def test_explicit_target_never_falls_back(file: str, capsys: pytest.CaptureFixtu
     assert "cuda" in fail(capsys, "warmup", "--target", "cuda")
 
 
-# --- manners ---------------------------------------------------------------------------------------------------------
+# --- manners
 
 
 @pytest.mark.parametrize(

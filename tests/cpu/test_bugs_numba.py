@@ -37,7 +37,7 @@ def expected() -> str:
     return bits
 
 
-# --- D24: threads; D23 is in test_service.py, and in the cold start below ------------------------------------------------
+# --- D24: threads; D23 is in test_service.py, and in the cold start below
 
 
 @pytest.mark.parametrize(
@@ -60,7 +60,7 @@ def test_d24_affinity_is_the_cap() -> None:
     run_script("thread_caps.py", "capped", "pinned")
 
 
-# --- D25, D26: the compile cache ---------------------------------------------------------------------------------------
+# --- D25, D26: the compile cache
 
 
 def bound_by_permissions() -> None:
@@ -194,7 +194,7 @@ def test_d26_cold_start_of_several_processes(
     assert result["bits"] == expected and result["passes"] == 0
 
 
-# --- D27, D30, D31: compilation ----------------------------------------------------------------------------------------
+# --- D27, D30, D31: compilation
 
 
 def test_d27_no_relaxed_arithmetic(uncached: dict[str, Any]) -> None:

@@ -22,7 +22,8 @@ ALL = (amx.PATH, *BOTH)
 
 
 class Clock:
-    """Time that passes only while a path runs: by the path's seconds, times a factor for each run."""
+    """Time that passes only while a path runs: by the path's seconds, times a factor for each
+    run."""
 
     def __init__(self, seconds: dict[str, float], noise: Callable[[int], float] = lambda run: 1.0) -> None:
         self.seconds, self.noise = seconds, noise
@@ -132,7 +133,8 @@ def test_a_forced_path_is_not_measured(machine: Any, monkeypatch: pytest.MonkeyP
 
 
 def test_threads_agree(machine: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Threads that ask at once get one answer, though the second measurement would say otherwise."""
+    """Threads that ask at once get one answer, though the second measurement would say
+    otherwise."""
     answers = iter([{"amx": 2.0, "avx512_bf16": 2.0, "vector": 1.0}, {"amx": 1.0, "avx512_bf16": 2.0, "vector": 3.0}])
     monkeypatch.setattr(speed_test, "measure", lambda *_: next(answers))
     barrier, found = threading.Barrier(8), []

@@ -131,7 +131,8 @@ def test_unread_blocks_do_not_matter(fake: FakeDriver) -> None:
 
 @pytest.mark.parametrize("form", ["causal", "alibi_left_align-generator", "alibi-template"])
 def test_parts(fake: FakeDriver, form: str) -> None:
-    """float32 outputs of held keys, with an lse that lacks the part's shift; slopes on either side."""
+    """float32 outputs of held keys, with an lse that lacks the part's shift; slopes on either
+    side."""
     case = with_mask(case_of(lengths=SHORT), form)
     held = np.random.default_rng(0).random(case.block_tables.shape) < 0.5
     a = case.arguments()

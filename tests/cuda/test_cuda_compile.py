@@ -59,7 +59,8 @@ def sections(cubin: bytes) -> dict[str, bytes]:
 
 
 def attribute(cubin: bytes, wanted: int) -> list[int]:
-    """Values of an attribute of the functions in a cubin; each has the function's number before it."""
+    """Values of an attribute of the functions in a cubin; each has the function's number before
+    it."""
     info, place, found = sections(cubin)[".nv.info"], 0, []
     while place < len(info):
         form, name, size = struct.unpack_from("<BBH", info, place)
@@ -206,7 +207,7 @@ WITHOUT = """
 import sys
 sys.modules.update(dict.fromkeys({blocked!r}))
 import numba_prefix
-from numba_prefix.cuda.compile import compile_kernel
+from numba_prefix.cuda.compile.compiler import compile_kernel
 from kernel_stubs import spec_of, stubs
 with stubs():
     for attempt in range(2):

@@ -2,6 +2,7 @@
 ("ptx"), and on a GPU.
 
 What is interpreted is a cut of what a GPU runs, on few kernels: each takes seconds to compile.
+
 """
 
 from __future__ import annotations

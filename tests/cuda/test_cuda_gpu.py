@@ -143,7 +143,8 @@ def test_graph(driver: Driver) -> None:
 
 
 def test_cache_over_4_gib() -> None:
-    """Pages on both sides of 2**31 and 2**32 bytes, and of 2**31 elements, from the cache's start."""
+    """Pages on both sides of 2**31 and 2**32 bytes, and of 2**31 elements, from the cache's
+    start."""
     case = make_case([33, 1], [150, 77], head_num=4, kv_head_num=2, head_size=128, block_size=16, dtype="float16")
     page_bytes = case.key[0].nbytes
     num_blocks = (5 << 30) // page_bytes
@@ -167,12 +168,12 @@ def test_cache_over_4_gib() -> None:
 @pytest.mark.parametrize("tool", ["memcheck", "racecheck", "synccheck", "initcheck"])
 def test_sanitizer(tool: str) -> None:
     command = ["compute-sanitizer", "--tool", tool, "--error-exitcode", "9", sys.executable]
-    command.append(str(ROOT / "tests" / "scripts" / "on_gpu.py"))
+    command.append(str(ROOT / "tests" / "support" / "scripts" / "on_gpu.py"))
     done = subprocess.run(command, env=environment(), capture_output=True, text=True, timeout=590, check=False)
     assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-2000:]
 
 
-# --- torch -----------------------------------------------------------------------------------------------------------
+# --- torch
 
 
 def tensors(torch: Any, case: Case) -> dict[str, Any]:

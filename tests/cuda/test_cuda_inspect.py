@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import collections
+import importlib.util
 import itertools
 import json
 import subprocess
@@ -17,7 +18,7 @@ from processes import environment
 import numba_prefix as nbp
 from numba_prefix.__main__ import main
 from numba_prefix.cuda.compile import cubins, prebuild
-from numba_prefix.cuda.compile.compiler import Compiled
+from numba_prefix.cuda.compile.compiler import Compiled, source_of
 from numba_prefix.cuda.kernel.spec import HEAD_DIMS, KernelSpec, family_of, head_dim_of, merge_of
 from numba_prefix.inputs.mask_types import MaskType
 from numba_prefix.inputs.problem import FLOAT_DTYPES
@@ -53,6 +54,34 @@ def test_families() -> None:
 def test_padding() -> None:
     assert [head_dim_of(size) for size in HEAD_DIMS] == list(HEAD_DIMS)
     assert [head_dim_of(size) for size in (1, 33, 80, 97, 129, 193)] == [32, 64, 96, 128, 192, 256]
+
+
+def test_nothing_falls_through() -> None:
+    """What is not known is an error, not the last of what is."""
+    with pytest.raises(KeyError, match="float64"):
+        family_of("float64", (8, 0))
+    with pytest.raises(ValueError, match="empty"):
+        head_dim_of(HEAD_DIMS[-1] + 1)
+    with pytest.raises(KeyError, match="another"):
+        cubins._key(KernelSpec("another", "float16", "float16", 64), (8, 0))
+
+
+@pytest.mark.skipif(importlib.util.find_spec("numba_cuda") is None, reason="numba-cuda is not installed")
+@pytest.mark.parametrize(
+    "spec",
+    [
+        KernelSpec("fma", "int8", "float16", 64),
+        KernelSpec("fma", "float16", "int8", 64),
+        KernelSpec("fma", "float16", "float16", 64, "heads_mask", "int8"),
+        KernelSpec("fma", "float16", "float16", 64, "another"),
+        KernelSpec("mma", "float32", "float32", 64),
+        KernelSpec("merge", "int8", "int8", 64),
+    ],
+    ids=str,
+)
+def test_unknown_kernels_are_not_made(spec: KernelSpec) -> None:
+    with pytest.raises(KeyError, match="int8|another|float32"):
+        source_of(spec)
 
 
 def test_merges() -> None:

@@ -13,12 +13,14 @@ import pytest
 pytest.importorskip("numba_cuda", reason="numba-cuda is not installed")
 
 import cuda_target
-from cases import DTYPES, MASK_FORMS, Case, assert_close, make_case, run, with_mask
+from cases import DTYPES, MASK_FORMS, Case, assert_close, make_case, outweighed_infinity, run, with_mask
 from cuda_target import CCS
 from ptx import Fault, InFlight, Memory, SharedRace
-from ptx.device import Launched
+from ptx.device import Launched, interpreted
 
 from numba_prefix.cuda.kernel.spec import KernelSpec
+from numba_prefix.planning import work
+from numba_prefix.rules import tiling
 
 NAMES = [f"{major}.{minor}" for major, minor in CCS]
 RAGGED = ([5, 0, 33, 1], [21, 7, 150, 70])
@@ -46,7 +48,8 @@ HEAD_SIZES += [((12, 0), *size) for size in SIZES[::2]] + [((7, 5), *size) for s
 MANY = 5
 
 
-# The kernel of a test, by its name and its parameters: (dtype, head size, form, compute capability, mask's dtype).
+# The kernel of a test, by its name and its parameters: (dtype, head size, form, compute capability,
+# mask's dtype).
 KERNEL_OF: dict[str, Any] = {
     "test_mask_kinds": lambda cc, form: ("float16", 32, form, cc, "float32"),
     "test_dtypes": lambda dtype, form: (dtype, 32, form, (8, 0), dtype),
@@ -62,7 +65,8 @@ KERNEL_OF: dict[str, Any] = {
 
 
 def build_ahead(items: list[Any]) -> None:
-    """The kernels of these tests, from the beginning of a session (conftest.py), if there are many."""
+    """The kernels of these tests, from the beginning of a session (conftest.py), if there are
+    many."""
     cases = [KERNEL_OF[item.originalname](**item.callspec.params) for item in items if item.originalname in KERNEL_OF]
     if len(cases) >= MANY:
         cuda_target.build_ahead((cuda_target.spec_of(*case), case[3]) for case in cases)
@@ -109,6 +113,48 @@ def test_split_keys(cc: tuple[int, int], form: str) -> None:
 
 
 @pytest.mark.parametrize("cc", [(7, 5), (9, 0)], ids=str)
+@pytest.mark.parametrize("left, right", [(30, 0), (90, 20), (tiling.NO_LIMIT, 3), (5, tiling.NO_LIMIT), (0, 0)])
+def test_ranges(cc: tuple[int, int], left: int, right: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Keys on either side of what a row sees take no part, be they infinite; nor do whole tiles of
+    them."""
+    monkeypatch.setattr(work, "visible_beside", lambda problem: (left, right))
+    case = make_case([70, 3], [200, 90], head_num=4, kv_head_num=2, head_size=32, dtype="float16")
+    case.value[case.block_tables[0, 10], 3, 0, 5] = np.inf  # key 163 of sequence 0
+    case.values[0][163, 0, 5] = 0
+    out = run(case, "cuda", cc=cc).astype(np.float64)
+    for b, (keys, values) in enumerate(zip(case.keys, case.values, strict=True)):
+        rows = np.arange(case.starts[b], case.starts[b + 1])
+        kv_pos, q_pos = np.arange(len(keys)), case.q_pos[rows][:, None]
+        is_seen = (kv_pos >= q_pos - left) & (kv_pos <= q_pos + right)
+        for h in range(4):
+            score = case.query[rows, h].astype(np.float64) @ keys[:, h // 2].astype(np.float64).T * case.qk_scale
+            p = np.where(is_seen, np.exp(score - score.max(axis=1, keepdims=True)), 0)
+            want = p @ values[:, h // 2].astype(np.float64) / p.sum(axis=1, keepdims=True)
+            is_infinite = np.zeros(want.shape, bool)
+            is_infinite[:, 5] = is_seen[:, 163] if (b, h // 2) == (0, 0) else False
+            np.testing.assert_array_equal(np.isfinite(out[rows, h]), ~is_infinite)
+            np.testing.assert_allclose(out[rows, h][~is_infinite], want[~is_infinite], atol=4e-3)
+
+
+@pytest.mark.parametrize("cc", [(7, 5), (9, 0)], ids=str)
+@pytest.mark.parametrize("infinite, leading", [(100, 2000), (2058, 5)])
+def test_outweighed_infinity(cc: tuple[int, int], infinite: int, leading: int) -> None:
+    """In the split whose factor is 0: on both targets it reaches the same rows, those that see
+    it."""
+    case, launches = outweighed_infinity(infinite, leading), []
+
+    def execute(launched: Launched, memory: Memory) -> None:
+        launches.append(launched.kernel)
+        interpreted(launched, memory)
+
+    out, on_cpu = run(case, "cuda", cc=cc, execute=execute), run(case, "cpu")
+    assert [name.split("_")[0] for name in launches] == ["fma" if cc == (7, 5) else "mma", "merge"]
+    np.testing.assert_array_equal(np.isfinite(out), np.isfinite(on_cpu))
+    np.testing.assert_array_equal(np.isfinite(out[:, 0, 3]), case.q_pos < infinite)
+    assert (np.delete(out[:, 0], 3, axis=1) == 1).all()
+
+
+@pytest.mark.parametrize("cc", [(7, 5), (9, 0)], ids=str)
 @pytest.mark.parametrize("qk_scale", [-0.3, 0.0, 40.0])
 def test_scales(cc: tuple[int, int], qk_scale: float) -> None:
     check(ragged("float16", qk_scale=qk_scale), cc)
@@ -136,7 +182,7 @@ def test_future_keys_stay_hidden(cc: tuple[int, int]) -> None:
     assert (np.isnan(out[:, 4:]).all(axis=1) == (q_pos >= 85)).all()
 
 
-# --- what machine code must not have ---------------------------------------------------------------------------------
+# --- what machine code must not have
 
 
 @pytest.mark.parametrize(
@@ -168,7 +214,7 @@ def test_no_bank_conflicts(family: str, dtype: str, head_size: int) -> None:
         assert not conflicts or (family == "fma" and text.startswith("st.shared.f32")), f"{conflicts} at {text}"
 
 
-# --- faults that the interpreter would see ---------------------------------------------------------------------------
+# --- faults that the interpreter would see
 
 
 def mutated(pattern: str, replacement: str, which: int) -> Any:

@@ -323,7 +323,8 @@ def test_streams_are_in_order(idle: FakeDriver) -> None:
 
 
 def test_command_line(fake: FakeDriver, capsys: pytest.CaptureFixture[str]) -> None:
-    """Files and trials are in CPU memory: for this target they are copied to the GPU, and judged."""
+    """Files and trials are in CPU memory: for this target they are copied to the GPU, and
+    judged."""
     from numba_prefix.cli.app import main
 
     report = nbp.warmup("cuda", head_sizes=20, dtypes=["bfloat16", "float32"], mask_types=["causal", "alibi_sqrt"])

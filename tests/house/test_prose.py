@@ -20,12 +20,6 @@ from processes import ROOT
 FOLDERS = ("numba_prefix", "bench", "tests/support")
 FILES = sorted(path for folder in FOLDERS for path in (ROOT / folder).rglob("*.py"))
 
-# TEMPORARY: folders and files whose prose has not been rewritten yet; to be emptied.
-TEMPORARY = (
-    *("numba_prefix/cpu", "numba_prefix/cuda", "numba_prefix/front", "numba_prefix/verify"),
-    *("numba_prefix/cli/run.py",),
-)
-
 COLUMNS = 100
 
 # A docstring begins with a verb or a noun phrase: not with a question word, a preposition, a
@@ -99,25 +93,11 @@ def offences(text: str, forbidden: dict[str, str]) -> list[tuple[int, str]]:
     return sorted(found)
 
 
-def is_temporary(path: Path) -> bool:
-    name = path.relative_to(ROOT).as_posix()
-    return any(name == entry or name.startswith(f"{entry}/") for entry in TEMPORARY)
-
-
-def case_of(path: Path) -> object:
-    marks = [pytest.mark.xfail(reason="not rewritten yet", strict=False)] if is_temporary(path) else []
-    return pytest.param(path, id=path.relative_to(ROOT).as_posix(), marks=marks)
-
-
-@pytest.mark.parametrize("path", [case_of(path) for path in FILES])
+@pytest.mark.parametrize("path", FILES, ids=lambda path: path.relative_to(ROOT).as_posix())
 def test_plain_english(path: Path) -> None:
     is_package = path.is_relative_to(ROOT / "numba_prefix")
     found = offences(path.read_text(encoding="utf-8"), WORDS | PACKAGE_WORDS if is_package else WORDS)
     assert not found, "\n" + "\n".join(f"{path.relative_to(ROOT)}:{number}: {what}" for number, what in found)
-
-
-def test_temporary_names_exist() -> None:
-    assert [name for name in TEMPORARY if not (ROOT / name).exists()] == []
 
 
 @pytest.mark.parametrize(

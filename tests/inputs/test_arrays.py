@@ -61,7 +61,8 @@ class DLVersioned(ctypes.Structure):
 
 
 class HandMade:
-    """A producer with a capsule made by hand: float16 [2, 3] over `memory` unless told otherwise."""
+    """A producer with a capsule made by hand: float16 [2, 3] over `memory` unless told
+    otherwise."""
 
     def __init__(self, *, version: int | None = None, flags: int = 0, **fields: Any) -> None:
         self.memory = np.arange(8, dtype=np.float16)

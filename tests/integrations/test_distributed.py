@@ -72,9 +72,9 @@ def test_rules_on_tensors() -> None:
     scores = np.float32([[3.5, -2.0, -np.inf, 88.0], [0.25, -200.0, -np.inf, -np.inf]])
     for rule in (
         lambda x: softmax.shift_of(softmax.running_max(x[0], x[1])),
-        lambda x: softmax.weight(x[1], softmax.shift_of(x[0]), softmax.LOG2_E),
+        lambda x: softmax.exp_score(x[1], softmax.shift_of(x[0]), softmax.LOG2_E),
         lambda x: softmax.log_sum_exp(x[0], x[1] * x[1], np.float32(1)),
-        lambda x: softmax.normalize(x[0], softmax.weight(x[1], np.float32(0), softmax.LOG2_E)),
+        lambda x: softmax.normalize(x[0], softmax.exp_score(x[1], np.float32(0), softmax.LOG2_E)),
         lambda x: softmax.part_of_output(x[0] / np.float32(0), x[1], np.float32(0)),
     ):
         with np.errstate(all="ignore"):

@@ -128,7 +128,7 @@ def test_errors_name_the_argument() -> None:
         torch.ops.numba_prefix.prefix_encoder(*arrays, **options)
 
 
-# --- torch_npu's spelling ------------------------------------------------------------------------------------------
+# --- torch_npu's spelling
 
 
 def npu(arrays: list[Any], **options: Any) -> Any:

@@ -90,7 +90,7 @@ def batch_generated(model: Any, implementation: str, inputs: list[list[int]], **
     return [output.generated_tokens for output in outputs.values()]
 
 
-# --- agreement -------------------------------------------------------------------------------------------------------
+# --- agreement
 
 
 @pytest.mark.parametrize("kind", ["llama", "qwen2", "mistral", "bloom", "mpt"])
@@ -186,7 +186,7 @@ def test_shared_prefix_is_computed_once() -> None:
     assert computed - decoded < sum(map(len, inputs)) - len(shared)
 
 
-# --- in place --------------------------------------------------------------------------------------------------------
+# --- in place
 
 
 @pytest.fixture
@@ -232,7 +232,7 @@ def test_the_paged_cache_is_not_gathered(keys_read: list[int], monkeypatch: pyte
     assert after.plans - before.plans <= max(map(len, tokens)) + 1
 
 
-# --- refusals ----------------------------------------------------------------------------------------------------------
+# --- refusals
 
 
 def refused(what: str, model: Any, **inputs: Any) -> None:
@@ -329,7 +329,7 @@ def test_gradients_are_refused() -> None:
         model(torch.tensor(prompts(9)))
 
 
-# --- registration ------------------------------------------------------------------------------------------------------
+# --- registration
 
 
 def test_unregistering_restores_everything() -> None:

@@ -52,7 +52,8 @@ def cached(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
 
 
 def test_as_written(cached: Path) -> None:
-    """For all to read and only its owner to write, whatever the umask; nothing else is left behind."""
+    """For all to read and only its owner to write, whatever the umask; nothing else is left
+    behind."""
     for umask in (0o000, 0o022, 0o077):
         shutil.rmtree(cached.parent)
         before = os.umask(umask)

@@ -1,4 +1,5 @@
-"""The table of faults in tests/README.md: all faults that tests put the package through, and none failed."""
+"""The table of faults in tests/README.md: all faults that tests put the package through, and none
+failed."""
 
 from __future__ import annotations
 

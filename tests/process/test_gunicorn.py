@@ -150,7 +150,8 @@ def lost_workers(log: str, killed: dict[int, str]) -> list[str]:
 
 @pytest.mark.parametrize("layer", LAYERS)
 def test_workers_killed_under_load(tmp_path: Path, layer: str) -> None:
-    """Every answer has the right bits; no worker ends but by our signals; the master ends cleanly."""
+    """Every answer has the right bits; no worker ends but by our signals; the master ends
+    cleanly."""
     sys.path.insert(0, str(SCRIPTS))
     try:
         import wsgi_app

@@ -3,12 +3,15 @@
     module = Module(ptx_text)
     memory = Memory()
     memory.add("query", array, writable=False)
-    statistics = module.run(None, grid=4, block=128, shared_bytes=0, arguments=[array.ctypes.data, 1.0], memory=memory)
+    arguments = [array.ctypes.data, 1.0]
+    options = {"grid": 4, "block": 128, "shared_bytes": 0}
+    statistics = module.run(None, arguments=arguments, memory=memory, **options)
 
-It says nothing about time, but it checks what a GPU doesn't: races on shared memory, copies in flight, bounds, alignment.
-What it can't tell: races of one block's threads on global memory; last bits, where ptxas makes fma of a product and a sum or
-where an approximation is not the nearest number; whether a target has an instruction (ptxas says so). Calls, bulk copies,
-mbarriers and wgmma are not interpreted.
+It says nothing about time, but it checks what a GPU doesn't: races on shared memory, copies in
+flight, bounds, alignment. What it can't tell: races of one block's threads on global memory; last
+bits, where ptxas makes fma of a product and a sum or where an approximation is not the nearest
+number; whether a target has an instruction (ptxas says so). Calls, bulk copies, mbarriers and wgmma
+are not interpreted.
 """
 
 from .faults import (

@@ -1,7 +1,8 @@
-"""A CUDA driver over host memory: launches are handed to a function, or to the interpreter of their PTX.
+"""A CUDA driver over host memory: launches are handed to a function, or to the interpreter of their
+PTX.
 
-Work is done in the order in which it is submitted, at once or (is_lazy) only when it is waited for, as a GPU may. What a
-real driver refuses while a stream is captured is refused here too.
+Work is done in the order in which it is submitted, at once or (is_lazy) only when it is waited for,
+as a GPU may. What a real driver refuses while a stream is captured is refused here too.
 """
 
 from __future__ import annotations
@@ -122,7 +123,8 @@ class FakeDriver:
         return unique
 
     def forget(self, unique: str, array: np.ndarray) -> None:
-        """Its owner is gone: as with any allocator that knows streams, it stays for what is under way."""
+        """Its owner is gone: as with any allocator that knows streams, it stays for what is under
+        way."""
 
         def work(_: np.ndarray = array) -> None:
             self.memory.remove(unique)

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 
 class UnknownInstruction(Exception):
-    """The text holds an opcode, modifier, type or form that is not interpreted. Raised when it is parsed."""
+    """The text holds an opcode, modifier, type or form that is not interpreted. Raised when it is
+    parsed."""
 
 
 class Fault(Exception):
@@ -40,7 +41,8 @@ class Uninitialized(Fault):
 
 
 class InFlight(Fault):
-    """Bytes are touched that a cp.async has not been waited for, or its source changed, or the kernel ended before."""
+    """Bytes are touched that a cp.async has not been waited for, or its source changed, or the
+    kernel ended before."""
 
 
 class Divergence(Fault):

@@ -1,4 +1,5 @@
-"""What orders or hints and has no effect of its own here: blocks exchange nothing, and threads only through barriers."""
+"""What orders or hints and has no effect of its own here: blocks exchange nothing, and threads only
+through barriers."""
 
 from __future__ import annotations
 

@@ -1,7 +1,8 @@
 """Float arithmetic as GPUs do it: rounding, flushed subnormal numbers, NaN.
 
-Sums, products and fma are rounded once. Approximations are the exact values, rounded: a GPU's may be off by a few units in
-the last place. 16-bit types are computed in float32 and rounded again, which only for fma is not always the same.
+Sums, products and fma are rounded once. Approximations are the exact values, rounded: a GPU's may
+be off by a few units in the last place. 16-bit types are computed in float32 and rounded again,
+which only for fma is not always the same.
 """
 
 from __future__ import annotations

@@ -1,4 +1,5 @@
-"""How an instruction is written: its modifiers, taken one by one, and the table of what handles which opcode."""
+"""How an instruction is written: its modifiers, taken one by one, and the table of what handles
+which opcode."""
 
 from __future__ import annotations
 
@@ -10,13 +11,14 @@ import numpy as np
 from .operands import Register, Sink, Vector
 from .parse import WIDTHS, Instruction
 
-# A plan is made when the text is parsed; called with the machine it gives the instruction's two forms: for all lanes, and
-# under a mask.
+# A plan is made when the text is parsed; called with the machine it gives the instruction's two
+# forms: for all lanes, and under a mask.
 Step = tuple[Callable[[], Any], Callable[[np.ndarray], Any]]
 Plan = Callable[[Any], Step]
 
 HANDLERS: dict[str, Callable[[Instruction], Plan]] = {}
-# Instructions that only read and write registers: what they do in lanes that have exited doesn't matter.
+# Instructions that only read and write registers: what they do in lanes that have exited doesn't
+# matter.
 PURE: set[str] = set()
 
 DTYPES: dict[str, Any] = {
@@ -93,7 +95,8 @@ class Form:
 
 
 def elementwise(instruction: Instruction, dst: Any, dst_type: str, sources: list[tuple[Any, str]], build: Any) -> Plan:
-    """A plan for `dst = f(sources)`, lane by lane; build(machine, arrays, out) gives the callable that fills out.
+    """A plan for `dst = f(sources)`, lane by lane; build(machine, arrays, out) gives the callable
+    that fills out.
 
     Ufuncs are told by `build.is_ufunc`: they may write to an array that they read.
     """

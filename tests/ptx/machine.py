@@ -1,6 +1,7 @@
 """Runs one kernel's blocks, several at a time: registers are arrays over all of their threads.
 
-The lowest program counter among the threads that can run goes first, under a mask, so that branches which part meet again.
+The lowest program counter among the threads that can run goes first, under a mask, so that branches
+which part meet again.
 """
 
 from __future__ import annotations
@@ -134,7 +135,8 @@ class Machine:
         return self._constants[key]
 
     def place(self, operand: Any, kind: str) -> np.ndarray:
-        """Where a result of that type is written; of the register's width, so that integers are extended."""
+        """Where a result of that type is written; of the register's width, so that integers are
+        extended."""
         if isinstance(operand, Sink):
             return self.scratch(kind, "sink")
         if not isinstance(operand, Register) or (operand.type == "pred") != (kind == "pred"):
@@ -147,7 +149,8 @@ class Machine:
         return array.view(f"{dtype.kind}{array.itemsize}")
 
     def scratch(self, kind: str, role: str = "", size: int = 0) -> np.ndarray:
-        """An array that is free until the next instruction; one of each role, however often it is asked for."""
+        """An array that is free until the next instruction; one of each role, however often it is
+        asked for."""
         if (kind, role) not in self._scratch:
             self._scratch[kind, role] = np.empty(size or self.num_lanes, DTYPES[kind])
         return self._scratch[kind, role]

@@ -19,7 +19,8 @@ from .operands import Address, Symbol
 from .parse import WIDTHS, Kernel, Variable, parse
 from .statistics import Statistics
 
-# Threads that run together: more blocks at a time cost less each, until registers no longer fit into caches.
+# Threads that run together: more blocks at a time cost less each, until registers no longer fit
+# into caches.
 LANES = 1024
 # Shapes whose bound instructions are kept, of each kernel: registers are large.
 _MACHINES = 4
@@ -125,7 +126,8 @@ def _unlucky(begin: int, align: int) -> int:
 
 
 class Module:
-    """Parses PTX. Whatever is not interpreted is an UnknownInstruction here, not when it is reached."""
+    """Parses PTX. Whatever is not interpreted is an UnknownInstruction here, not when it is
+    reached."""
 
     def __init__(self, text: str | bytes) -> None:
         kernels, variables, self.target = parse(text.decode() if isinstance(text, bytes) else text.rstrip("\0"))
@@ -187,11 +189,13 @@ class Module:
         """Runs a launch and tells what it did. Faults are raised.
 
         grid, block   numbers of blocks and threads: x, or (x, y, z)
-        arguments     integers and floats, in the order of the parameters; bytes for parameters that are arrays
-        is_strict     only bar.warp.sync orders shared memory inside a warp; else shuffles, votes, ldmatrix and mma do too, which
-                      the PTX manual doesn't promise
+        arguments     integers and floats, in the order of the parameters; bytes for parameters that
+                      are arrays
+        is_strict     only bar.warp.sync orders shared memory inside a warp; else shuffles, votes,
+                      ldmatrix and mma do too, which the PTX manual doesn't promise
         max_steps     basic blocks after which a launch counts as endless
-        lanes         threads that run together at most (at least one block's): results don't depend on it
+        lanes         threads that run together at most (at least one block's): results don't depend
+                      on it
         """
         program = self._program(name)
         grid3, block3 = _three(grid), _three(block)

@@ -1,4 +1,5 @@
-"""Which float32 registers can never hold subnormal numbers, so that flushing them can be left out."""
+"""Which float32 registers can never hold subnormal numbers, so that flushing them can be left
+out."""
 
 from __future__ import annotations
 

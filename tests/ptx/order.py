@@ -1,7 +1,8 @@
 """In which order basic blocks run, so that lanes that parted meet again as early as they can.
 
-The lanes at the earliest block run first. In a weak topological order (Bourdoncle 1993) a loop's blocks are neighbours and what
-follows the loop comes after all of them: nobody overtakes those still inside, wherever the compiler put its blocks.
+The lanes at the earliest block run first. In a weak topological order (Bourdoncle 1993) a loop's
+blocks are neighbours and what follows the loop comes after all of them: nobody overtakes those
+still inside, wherever the compiler put its blocks.
 """
 
 from __future__ import annotations
@@ -10,7 +11,8 @@ from collections.abc import Iterable
 
 
 def ranks(successors: list[list[int]]) -> list[int]:
-    """The rank of each block of a program that begins at block 0; those that cannot be reached come last."""
+    """The rank of each block of a program that begins at block 0; those that cannot be reached come
+    last."""
     order = _order(range(len(successors)), [0], successors)
     order += sorted(set(range(len(successors))) - set(order))
     place = [0] * len(successors)
@@ -32,7 +34,8 @@ def _order(nodes: Iterable[int], roots: Iterable[int], successors: list[list[int
 
 
 def _components(inside: set[int], roots: Iterable[int], successors: list[list[int]]) -> list[list[int]]:
-    """Strongly connected components (Tarjan 1972), each after those it leads to, with the node it was entered by first."""
+    """Strongly connected components (Tarjan 1972), each after those it leads to, with the node it
+    was entered by first."""
     found: dict[int, int] = {}
     low: dict[int, int] = {}
     stack: list[int] = []

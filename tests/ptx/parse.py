@@ -29,7 +29,8 @@ _GUARD = re.compile(r"^@(!?)([\w$%]+)\s+")
 
 @dataclass(frozen=True)
 class Variable:
-    """A declared array: where it lives, how it is aligned, its bytes (0: dynamic), what it begins with."""
+    """A declared array: where it lives, how it is aligned, its bytes (0: dynamic), what it begins
+    with."""
 
     space: str
     align: int

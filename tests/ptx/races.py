@@ -1,9 +1,11 @@
 """Who touched which shared bytes when, and what orders it: a happens-before check.
 
-Time counts synchronisations of the whole machine. `clock[warp, other]` is the time up to which what the warp `other` (of the
-same block) did is ordered before what `warp` does now; for a warp itself it is the time of its last warp-wide
-synchronisation, which orders its lanes (one of a part of a warp orders nothing). An access is in order if its predecessors' times are not later than that, or if
-the same thread made them. Bytes are tracked in granules as large as the kernel's smallest access to shared memory.
+Time counts synchronisations of the whole machine. `clock[warp, other]` is the time up to which what
+the warp `other` (of the same block) did is ordered before what `warp` does now; for a warp itself
+it is the time of its last warp-wide synchronisation, which orders its lanes (one of a part of a
+warp orders nothing). An access is in order if its predecessors' times are not later than that, or
+if the same thread made them. Bytes are tracked in granules as large as the kernel's smallest access
+to shared memory.
 """
 
 from __future__ import annotations
@@ -65,7 +67,8 @@ class Races:
         self.write_time[granules] = self.time
 
     def touch_atomically(self, site: Any, lanes: np.ndarray, granules: np.ndarray) -> None:
-        """Atomics don't race with each other; their marks say "written by MANY at no time", so others need a barrier."""
+        """Atomics don't race with each other; their marks say "written by MANY at no time", so
+        others need a barrier."""
         writer = self.writer[granules]
         if np.minimum.reduce(writer, axis=None) < 0:
             self._unready(site, lanes, granules, writer)
@@ -111,7 +114,8 @@ class Races:
             self._race(site, lanes, granules, late.any(axis=2), f"is written, a thread of warp {warp} read it")
 
     def _settle(self) -> None:
-        """Notes the reads made since the last store that are not ordered before everything by now."""
+        """Notes the reads made since the last store that are not ordered before everything by
+        now."""
         log = [entry for entry in self._log if entry[3] > self.floor]
         self._log.clear()
         if not log:

@@ -79,7 +79,8 @@ class GlobalSpace:
         is_shared: bool = False,
         is_constant: bool = False,
     ) -> np.ndarray:
-        """is_shared: a load that other blocks may race with (volatile, relaxed); is_constant: .nc."""
+        """is_shared: a load that other blocks may race with (volatile, relaxed); is_constant:
+        .nc."""
         size = dtype.itemsize * vector
         self.check_alignment(site, lanes, addresses, size)
         found = self._regions(site, lanes, addresses, size, False)
@@ -202,7 +203,8 @@ class GlobalSpace:
         return self.peek(addresses, count)
 
     def peek(self, addresses: np.ndarray, size: int) -> np.ndarray:
-        """What is at addresses that were checked before, as rows of bytes; nothing is checked or counted."""
+        """What is at addresses that were checked before, as rows of bytes; nothing is checked or
+        counted."""
         rows = np.empty((len(addresses), size), np.uint8)
         left = np.arange(len(addresses))
         while len(left):

@@ -13,7 +13,8 @@ SECTOR, BANKS = 32, 32
 
 @dataclass
 class Traffic:
-    """Requests of one PTX line to global memory: 32-byte sectors touched, the fewest that hold the distinct bytes, all bytes."""
+    """Requests of one PTX line to global memory: 32-byte sectors touched, the fewest that hold the
+    distinct bytes, all bytes."""
 
     sectors: int = 0
     least_sectors: int = 0
@@ -133,7 +134,8 @@ def _by_warp(machine: Any, lanes: Any, addresses: np.ndarray) -> np.ndarray:
 
 
 def _wavefronts(addresses: np.ndarray, size: int) -> tuple[int, int]:
-    """Passes needed by phases [phase, lane] of addresses (-1: none), and one for each phase that does anything."""
+    """Passes needed by phases [phase, lane] of addresses (-1: none), and one for each phase that
+    does anything."""
     words = addresses >> 2
     if size > 4:
         words = np.where(words[..., None] < 0, -1, words[..., None] + np.arange(size // 4)).reshape(len(words), -1)

@@ -1,8 +1,8 @@
 """ldmatrix, stmatrix and mma.sync.
 
-Products are exact and summed exactly (in float64) in steps of 8 along k; after each step the sum is truncated towards zero
-to float32. That is how tensor cores have been measured to behave (Fasi et al. 2021, "Numerical behavior of NVIDIA tensor
-cores"), on the side of their larger errors.
+Products are exact and summed exactly (in float64) in steps of 8 along k; after each step the sum is
+truncated towards zero to float32. That is how tensor cores have been measured to behave (Fasi et
+al. 2021, "Numerical behavior of NVIDIA tensor cores"), on the side of their larger errors.
 """
 
 from __future__ import annotations
@@ -27,7 +27,8 @@ _GROUP, _PLACE = np.arange(32) // 4, np.arange(32) % 4
 
 @lru_cache
 def a_places(k: int) -> tuple[np.ndarray, np.ndarray]:
-    """Row and column of each 16-bit element that lane, register, half of the 16 x k fragment A holds."""
+    """Row and column of each 16-bit element that lane, register, half of the 16 x k fragment A
+    holds."""
     lane, register, half = np.meshgrid(np.arange(32), np.arange(k // 4), np.arange(2), indexing="ij")
     return lane // 4 + 8 * (register % 2), lane % 4 * 2 + half + 8 * (register // 2)
 
@@ -54,7 +55,8 @@ def truncate(exact: np.ndarray) -> None:
 
 @lru_cache
 def _elements(which: str, k: int, num_warps: int) -> np.ndarray:
-    """Where registers, one after the other over all lanes, hold the elements of [steps, warps, rows, columns]."""
+    """Where registers, one after the other over all lanes, hold the elements of [steps, warps,
+    rows, columns]."""
     places, shape = (a_places(k), (16, k)) if which == "a" else (b_places(k), (k, 8))
     lane, register, half = np.indices(places[0].shape)
     order = np.empty((num_warps, *shape), np.int64)

@@ -1,4 +1,5 @@
-"""Kernels as Numba and NVVM compile them, for old and new GPUs, against NumPy. They use the project's own calling convention."""
+"""Kernels as Numba and NVVM compile them, for old and new GPUs, against NumPy. They use the
+project's own calling convention."""
 
 from __future__ import annotations
 
@@ -143,7 +144,8 @@ def test_softmax_of_rows(cc: tuple[int, int], is_fast: bool) -> None:
 
 
 def softmax_without_a_barrier(call: Any, factors: Any) -> None:
-    """Each warp's maximum is read by both, the second time with nothing between its reads and the next store."""
+    """Each warp's maximum is read by both, the second time with nothing between its reads and the
+    next store."""
     parts = cuda.shared.array(2, float32)
     thread = int32(cuda.threadIdx.x)
     if thread & 31 == 0:

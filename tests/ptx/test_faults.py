@@ -12,7 +12,8 @@ from ptx import Memory, Module
 from ptx.text import entry, run
 
 SHARED = ".extern .shared .align 16 .b8 s[];"
-# %r1: the thread's word in shared memory; %r3: its neighbour's; %r5: that of the thread 32 on, of two warps.
+# %r1: the thread's word in shared memory; %r3: its neighbour's; %r5: that of the thread 32 on, of
+# two warps.
 PLACES = """
     mov.u32 %r9, s; mad.lo.u32 %r1, %r0, 4, %r9; xor.b32 %r2, %r0, 1; mad.lo.u32 %r3, %r2, 4, %r9;
     xor.b32 %r4, %r0, 32; mad.lo.u32 %r5, %r4, 4, %r9; mad.lo.u32 %r6, %r0, 16, %r9;
@@ -244,7 +245,8 @@ def test_each_fault_is_seen_and_its_correct_twin_runs(name: str) -> None:
 
 
 def test_what_is_ordered_by_way_of_a_third_warp() -> None:
-    """Warps 0 and 1 meet, then 1 and 2: what 0 wrote is visible to 2. If 1 meets 2 first, it isn't."""
+    """Warps 0 and 1 meet, then 1 and 2: what 0 wrote is visible to 2. If 1 meets 2 first, it
+    isn't."""
     body = """
         mov.u32 %r1, s; shr.u32 %r2, %r0, 5; setp.eq.u32 %p0, %r2, 0; setp.eq.u32 %p1, %r2, 1; setp.eq.u32 %p2, %r2, 2;
         setp.eq.u32 %p3, %r0, 0; @%p3 st.shared.u32 [%r1], 7;

@@ -1,4 +1,5 @@
-"""Tensor-core fragments and asynchronous copies, against the layouts of the PTX ISA manual (9.7.14.5, mma.m16n8k8 and m16n8k16)."""
+"""Tensor-core fragments and asynchronous copies, against the layouts of the PTX ISA manual
+(9.7.14.5, mma.m16n8k8 and m16n8k16)."""
 
 from __future__ import annotations
 
@@ -112,7 +113,8 @@ def test_mma_and_infinities() -> None:
 
 
 def through_shared(rows: np.ndarray, code: str, num_out: int, num_in: int = 0) -> np.ndarray:
-    """Copies rows of 16 bytes to shared memory, runs code (%r1: this lane's row; %r2: the first), stores %r10, %r11, ..."""
+    """Copies rows of 16 bytes to shared memory, runs code (%r1: this lane's row; %r2: the first),
+    stores %r10, %r11, ..."""
     out = np.zeros((32, num_out), np.uint32)
     body = row_address("%rd0", "%rd5", 16) + row_address("%rd1", "%rd6", 4 * num_out)
     body += "mov.u32 %r2, s; mad.lo.u32 %r1, %r0, 16, %r2; ld.global.v4.u32 {%r3, %r4, %r5, %r6}, [%rd5];"

@@ -209,7 +209,8 @@ def nearest32(exact: Fraction, rounding: str = "rn") -> np.float32:
 @pytest.mark.parametrize("rounding", ["rn", "rz", "rm", "rp"])
 def test_float_arithmetic_is_rounded_once(rounding: str) -> None:
     a, b, c = (RNG.normal(size=150).astype(np.float32) for _ in range(3))
-    # A product and a sum whose float64 falls on the midpoint of two float32, though the exact sum doesn't.
+    # A product and a sum whose float64 falls on the midpoint of two float32, though the exact sum
+    # doesn't.
     a[:3], b[:3], c[:3] = 1 + 2**-12, [1 + 2**-12, 1 + 2**-12, 2**-12 + 1], [2**-60, -(2**-60), 2**-24]
     a[3], b[3], c[3] = 2**-30, 2**-30, 1 + 2**-23
     rules = {

@@ -1,4 +1,5 @@
-"""The PTX interpreter as a whole: device memory, launches, counts, and kernels as Numba compiles them."""
+"""The PTX interpreter as a whole: device memory, launches, counts, and kernels as Numba compiles
+them."""
 
 from __future__ import annotations
 
@@ -147,7 +148,8 @@ def test_dynamic_shared_memory_is_aligned_as_declared_and_no_better() -> None:
         run(entry(body, "", ".extern .shared .align 8 .b8 s[];"), block=1, shared_bytes=16)
 
 
-# Address of a lane's access (%r0 the lane, %r1 the start), access, the passes it needs and those it takes more.
+# Address of a lane's access (%r0 the lane, %r1 the start), access, the passes it needs and those it
+# takes more.
 CONFLICTS = [
     ("mad.lo.u32 %r2, %r0, 4, %r1;", "st.shared.u32 [%r2], 0;", 1, 0),
     ("mad.lo.u32 %r2, %r0, 8, %r1;", "st.shared.u32 [%r2], 0;", 1, 1),

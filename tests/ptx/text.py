@@ -18,7 +18,8 @@ _REGISTERS = """
 
 
 def entry(body: str, parameters: str = "", declarations: str = "", target: str = "sm_80", directives: str = "") -> str:
-    """A module of one kernel named k. %r0 is the thread's number, %rd0, %rd1 ... the parameters, all .u64."""
+    """A module of one kernel named k. %r0 is the thread's number, %rd0, %rd1 ... the parameters,
+    all .u64."""
     names = parameters.split()
     loads = "".join(f"ld.param.u64 %rd{i}, [{name}];\n" for i, name in enumerate(names))
     listed = ", ".join(f".param .u64 {name}" for name in names)
@@ -38,7 +39,8 @@ def run(text: str, arrays: Sequence[np.ndarray] = (), **launch: Any) -> Statisti
 
 
 def apply(code: str, result: str, *inputs: tuple[str, Any]) -> np.ndarray:
-    """One value per thread: code computes %o of type `result` from %a, %b, %c, %d, given as (type, values)."""
+    """One value per thread: code computes %o of type `result` from %a, %b, %c, %d, given as (type,
+    values)."""
     size = max(np.size(values) for _, values in inputs)
     out_type = "u32" if result == "pred" else result
     arrays, lines = [], []

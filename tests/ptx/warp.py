@@ -50,7 +50,8 @@ class Party:
 
 
 def whole_warps(machine: Any, site: Any, mask: np.ndarray | None, needs_all: bool = False) -> np.ndarray:
-    """The warps (numbers) that reach an .aligned instruction; all of their lanes that have not exited must.
+    """The warps (numbers) that reach an .aligned instruction; all of their lanes that have not
+    exited must.
 
     needs_all: no lane may have exited, or be missing since the block's size is no multiple of 32.
     """

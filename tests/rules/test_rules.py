@@ -92,7 +92,7 @@ def test_running_softmax(scores: list[float], tile: int) -> None:
                 new = softmax.running_max(new, score)
             shift = softmax.shift_of(new)
             alpha = softmax.rescale(m_i, shift, unit_log2)
-            p = softmax.weight(s, shift, unit_log2)
+            p = softmax.exp_score(s, shift, unit_log2)
             l_i, acc, m_i = l_i * alpha + p.sum(), acc * alpha + p @ values[start : start + tile], new
         out, lse = softmax.normalize(acc, l_i), softmax.log_sum_exp(m_i, l_i, unit)
     exact = np.array(scores, np.float64)

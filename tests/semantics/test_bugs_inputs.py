@@ -22,7 +22,7 @@ def small(**extra: Any) -> Case:
     return make_case([3, 5], [20, 37], **({"head_num": 4, "kv_head_num": 2, "dtype": "float16"} | extra))
 
 
-# --- D16, D17: layouts and tables ------------------------------------------------------------------------------------
+# --- D16, D17: layouts and tables
 
 
 def test_d16_query_in_a_fused_projection(target: str) -> None:
@@ -94,7 +94,7 @@ def test_d17_nothing_outside_is_touched(kernel: str) -> None:
     run_script("guard_pages.py", kernel)
 
 
-# --- D20, D21, D22: 16-bit floats ------------------------------------------------------------------------------------
+# --- D20, D21, D22: 16-bit floats
 
 
 def test_d20_float16_on_the_cpu(target: str) -> None:
@@ -177,7 +177,7 @@ def test_d22_identity_over_all_patterns(target: str, dtype: Any) -> None:
     np.testing.assert_array_equal(bits(out)[same], bits(patterns)[same])
 
 
-# --- D28, D29: index types, read-only memory -------------------------------------------------------------------------
+# --- D28, D29: index types, read-only memory
 
 
 @pytest.mark.parametrize("dtype", ["int8", "uint8", "int16", "uint16", "int32", "uint32", "int64", "uint64"])
@@ -253,7 +253,7 @@ def test_d29_torch_shared_memory(target: str) -> None:
     same_bits(run(case, target, block_tables=tables, **shared), run(case, target))
 
 
-# --- D42 on every target: many sequences ------------------------------------------------------------------------------
+# --- D42 on every target: many sequences
 
 
 @pytest.mark.parametrize("batch", [65535, 65536, 70000])

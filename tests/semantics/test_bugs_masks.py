@@ -1,4 +1,5 @@
-"""Public bug reports of this field as cases, D01 to D15 of bugs.md: masks, softmax, lengths, heads."""
+"""Public bug reports of this field as cases, D01 to D15 of bugs.md: masks, softmax, lengths,
+heads."""
 
 from __future__ import annotations
 
@@ -89,7 +90,8 @@ def test_d03_nan_in_the_future(target: str, bad: float, dtype: str) -> None:
 
 
 def test_d04_zero_length_sequences(target: str) -> None:
-    """flash-attention#1537, #2562: the bits of the batch without the empty sequences, 9 heads on 3."""
+    """flash-attention#1537, #2562: the bits of the batch without the empty sequences, 9 heads on
+    3."""
     shape: dict[str, Any] = {"head_num": 9, "kv_head_num": 3, "head_size": 64, "query": 0.0}
     for q, kv in (([0, 1, 0, 1], [0, 3, 0, 5]), ([0, 150], [100, 150]), ([2, 0], [3, 90])):
         case = make_case(q, kv, value=lambda b, j, h, c: j, **shape)
@@ -136,7 +138,8 @@ def test_d06_batched_differs_from_alone(kernel: str, dtype: str) -> None:
 
 @pytest.mark.parametrize("block_size", [1, 2, 16, 128])
 def test_d07_shorter_than_one_page(target: str, block_size: int) -> None:
-    """flashinfer#725: two sequences of one key each, identical data, identical and right outputs."""
+    """flashinfer#725: two sequences of one key each, identical data, identical and right
+    outputs."""
     case = make_case([1, 1], [1, 1], value=lambda b, j, h, c: 3.0, block_size=block_size, dtype="float16")
     assert_value(run(case, target), np.full(case.query.shape, 3.0))
     for kv in (block_size - 1, block_size, block_size + 1):
@@ -223,7 +226,8 @@ def test_d11_alibi_over_the_query_length(target: str) -> None:
 @pytest.mark.parametrize("kind", ALIBI)
 @pytest.mark.parametrize(("q", "kv"), [(20, 150), (1, 4096), (1, 8192)])
 def test_d12_slopes_of_a_slice_of_heads(kernel: str, kind: str, q: int, kv: int) -> None:
-    """mlx#343, Baichuan2#225: two ranks of six heads each are the full run of twelve, bit for bit."""
+    """mlx#343, Baichuan2#225: two ranks of six heads each are the full run of twelve, bit for
+    bit."""
     slopes = nbp.alibi_slopes(12)[np.random.default_rng(1).permutation(12)]
     case = replace(make_case([q], [kv], head_num=12), mask_type=kind, slopes=slopes)
     out = run(case, kernel)

@@ -19,7 +19,7 @@ def small(**extra: Any) -> Case:
     return make_case([3, 5], [20, 37], **options)
 
 
-# --- 1. arguments ----------------------------------------------------------------------------------------------------
+# --- 1. arguments
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -144,7 +144,7 @@ def test_argument_out(target: str, head_size: int) -> None:
     assert np.isnan(wide).all()
 
 
-# --- 2. mask types ---------------------------------------------------------------------------------------------------
+# --- 2. mask types
 
 NAMES = {
     0: ["NONE", "none"],
@@ -205,7 +205,7 @@ def test_mask_type_norm_compress(target: str) -> None:
         run(case, target, mask_type="norm_compress", mask=np.zeros((256, 256), np.float16))
 
 
-# --- 3. ALiBi --------------------------------------------------------------------------------------------------------
+# --- 3. ALiBi
 
 
 @pytest.mark.parametrize("kind", ALIBI)
@@ -237,7 +237,7 @@ def test_alibi_slopes(head_num: int, tail: list[float]) -> None:
     np.testing.assert_allclose(slopes[power : power + len(tail)], tail, rtol=0, atol=5e-7)
 
 
-# --- 4. limits lifted ------------------------------------------------------------------------------------------------
+# --- 4. limits lifted
 
 
 @pytest.mark.parametrize("prefix", [0, 1, 5, 127, 128, 129, 256])

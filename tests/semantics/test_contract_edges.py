@@ -99,7 +99,8 @@ def nan_at(case: Case, position: int, bad: float, which: str) -> Case:
 @pytest.mark.parametrize("form", ["causal", "alibi_sqrt-generator", "alibi-template", "none"])
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_edge_nan_reaches_who_sees_it(target: str, bad: float, which: str, form: str, dtype: str) -> None:
-    """NaN or infinity in a key or value: rows before it keep their bits, rows that see it show it."""
+    """NaN or infinity in a key or value: rows before it keep their bits, rows that see it show
+    it."""
     case = with_mask(make_case([70, 3], [90, 9], head_num=4, kv_head_num=2, dtype=dtype), form)
     clean, (out, lse) = to_numpy(run(case, target)), run(nan_at(case, 55, bad, which), target, return_lse=True)
     sees = np.zeros((73, 4, 16), bool)

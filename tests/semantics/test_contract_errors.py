@@ -23,7 +23,8 @@ class Refusal(NamedTuple):
 
 
 def base() -> Case:
-    """Two sequences, q = [3, 5], kv = [20, 37], 4 heads on 2 kv heads of 16, pages of 16, float16."""
+    """Two sequences, q = [3, 5], kv = [20, 37], 4 heads on 2 kv heads of 16, pages of 16,
+    float16."""
     return make_case([3, 5], [20, 37], head_num=4, kv_head_num=2, dtype="float16")
 
 

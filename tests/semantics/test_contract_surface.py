@@ -96,7 +96,7 @@ def test_stream_without_cuda(kernel: str) -> None:
             run(small(), kernel, stream=1)
 
 
-# --- arrays ----------------------------------------------------------------------------------------------------------
+# --- arrays
 
 
 class Exchanged:
@@ -182,7 +182,8 @@ def test_arrays_on_a_gpu_are_not_for_the_cpu() -> None:
 
 
 def test_arrays_zero_copy(kernel: str) -> None:
-    """The caller's memory is read in place: what a bound operation computes follows its contents."""
+    """The caller's memory is read in place: what a bound operation computes follows its
+    contents."""
     case = small()
     query, out = case.query.copy(), np.empty(case.query.shape, np.float16)
     arguments = {"head_num": None, "kv_head_num": None, "attn_out": out, "query": query}
@@ -194,7 +195,7 @@ def test_arrays_zero_copy(kernel: str) -> None:
         same_bits(out, run(replace(case, query=query.copy()), kernel))
 
 
-# --- helpers ---------------------------------------------------------------------------------------------------------
+# --- helpers
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

@@ -175,7 +175,8 @@ def test_interruption_at_the_end_of_a_wait() -> None:
 
 @pytest.mark.parametrize("given", ["key", "value"])
 def test_new_tokens_in_the_other_cache(given: str) -> None:
-    """New values that lie in the cache of the keys were read after keys had been written over them."""
+    """New values that lie in the cache of the keys were read after keys had been written over
+    them."""
     key_cache, value_cache = (np.zeros((2, 4, 1, 8), np.float32) for _ in range(2))
     new = {"key": np.ones((4, 1, 8), np.float32), "value": np.ones((4, 1, 8), np.float32)}
     new[given] = (value_cache if given == "key" else key_cache)[1]

@@ -66,7 +66,8 @@ def brute_held(case: Case, held: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
 
 
 def check_held(case: Case, held: np.ndarray, target: str) -> None:
-    """out (poisoned before) and lse within the house tolerance, reading nothing that is not held."""
+    """out (poisoned before) and lse within the house tolerance, reading nothing that is not
+    held."""
     case = junk_elsewhere(case, held)
     out = np.full(case.query.shape, np.nan, case.query.dtype)
     out, lse = run(case, target, return_lse=True, out=out, held_blocks=held)
@@ -184,7 +185,8 @@ def test_cache_without_blocks(target: str) -> None:
 @pytest.mark.parametrize("form", ["alibi-generator", "alibi_left_align-generator", "alibi_left_align-template"])
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_parts_merge_to_the_whole(target: str, dtype: str, form: str) -> None:
-    """float32 parts over a partition of the blocks are, merged, within the tolerance of the whole."""
+    """float32 parts over a partition of the blocks are, merged, within the tolerance of the
+    whole."""
     case = with_mask(make_case(Q_LEN, KV_LEN, head_num=2, block_size=16, dtype=dtype), form)
     owner = np.random.default_rng(1).integers(0, 2, case.block_tables.shape)
     options = {name: getattr(case, name) for name in ("mask_type", "mask", "slopes", "qk_scale")}

@@ -148,7 +148,8 @@ def test_one_shot_equals_chunked(kernel: str, problem: tuple[Case, list[int]]) -
 
 @given(case=problems(most=3))
 def test_grouped_equals_repeated_heads(kernel: str, case: Case) -> None:
-    """Multi-head attention over repeated K/V heads is within the tolerance of the grouped problem."""
+    """Multi-head attention over repeated K/V heads is within the tolerance of the grouped
+    problem."""
     out, lse = run(repeated_heads(case), kernel, return_lse=True)
     assert_close(out, case, lse)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from cases import DTYPES, assert_near, assert_value, make_case, run, to_numpy, with_mask
+from cases import DTYPES, assert_near, assert_value, make_case, outweighed_infinity, run, to_numpy, with_mask
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -165,3 +165,14 @@ def test_queries_stand_at_the_end(target: str) -> None:
     """seq_len query rows are the last of kv_seq_len positions, not the first."""
     case = make_case([2], [6], query=0.0, value=lambda b, j, h, c: j)
     assert_value(run(case, target)[:, 0, 0], [2.0, 2.5])
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("infinite, leading", [(100, 2000), (2058, 5)])
+def test_infinity_reaches_who_sees_it(target: str, dtype: str, infinite: int, leading: int) -> None:
+    """As an infinity, or as NaN where its weight or its split's factor is 0: in exactly the rows
+    that see it."""
+    case = outweighed_infinity(infinite, leading, dtype)
+    out = to_numpy(run(case, target)).astype(np.float64)[:, 0]
+    np.testing.assert_array_equal(np.isfinite(out[:, 3]), case.q_pos < infinite)
+    assert_value(np.delete(out, 3, axis=1), 1.0)

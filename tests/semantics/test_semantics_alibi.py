@@ -209,7 +209,8 @@ def test_keys_after_the_row_stay_unseen(target: str, form: str, above: float) ->
 
 
 def test_sqrt_shows_the_offset(target: str) -> None:
-    """q=8 behind a prefix of 128, two heads: absolute positions, and not the linear kind's answer."""
+    """q=8 behind a prefix of 128, two heads: absolute positions, and not the linear kind's
+    answer."""
     case = make_case([8], [136], head_num=2, query=0.0, value=lambda b, j, h, c: j)
     slopes = [0.5, 0.125]
     root = run(by_distance(case, "alibi_sqrt", slopes, "generator"), target)
@@ -234,7 +235,8 @@ def test_left_align_equals_linear(target: str, dtype: str) -> None:
 
 @pytest.mark.parametrize("kind", ["alibi", "alibi_sqrt"])
 def test_distances_are_exact_far_out(target: str, kind: str) -> None:
-    """Positions beyond 2**16 keep their last bit: the weight of the key before the last of 70,001."""
+    """Positions beyond 2**16 keep their last bit: the weight of the key before the last of
+    70,001."""
     kv = 70_001
     case = make_case(
         [1], [kv], block_size=512, query=0.0, head_size=1, value=lambda b, j, h, c: j == kv - 2, dtype="float16"

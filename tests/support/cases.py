@@ -203,6 +203,19 @@ def distance_template(mask_type: str) -> np.ndarray:
     return (np.sqrt(distance) if mask_type == "alibi_sqrt" else distance).astype(np.float32)
 
 
+def outweighed_infinity(infinite: int, leading: int, dtype: str = "float16") -> Case:
+    """Four rows over 2060 keys, which targets split in two. Key `infinite` has an infinity in
+    column 3 of its value, and key `leading` leads so far that all other weights, and the factor of
+    the split without it, are 0 in float32."""
+
+    def value(b: int, j: np.ndarray, h: np.ndarray, c: np.ndarray) -> np.ndarray:
+        return np.where((j == infinite) & (c == 3), np.inf, 1.0 + 0 * (j + h + c))
+
+    return make_case(
+        [4], [2060], dtype=dtype, query=8.0, key=lambda b, j, h, c: 8.0 * (j == leading), value=value, qk_scale=1.0
+    )
+
+
 def with_mask(case: Case, form: str, seed: int = 0, mask_dtype: str = "float32") -> Case:
     """Add slopes or a random mask: form is "none", "causal", or KIND-generator, KIND-template,
     KIND-heads."""

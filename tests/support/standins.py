@@ -28,7 +28,7 @@ F32 = np.float32
 
 
 def compile_kernel(spec: KernelSpec, cc: tuple[int, int]) -> Compiled:
-    """In place of numba_prefix.cuda.compile.cubins.kernel."""
+    """Replacement of numba_prefix.cuda.compile.cubins.kernel."""
     fields = {name: getattr(spec, name) for name in KernelSpec.__slots__} | {"cc": cc}
     block_m, block_n = BLOCKS[spec.family]
     return Compiled(
@@ -112,7 +112,7 @@ class _Kernel:
                 score = score * self.scale + self.bias(kv_head * group + head, q_pos, bias_pos, kv_pos[seen])
             if len(score):
                 m_i[i] = score.max()
-                weight = softmax.weight(score, softmax.shift_of(m_i[i]), self.unit_log2)
+                weight = softmax.exp_score(score, softmax.shift_of(m_i[i]), self.unit_log2)
                 l_i[i], acc[i] = weight.sum(), weight @ values[seen]
         return m_i, l_i, acc
 

@@ -9,7 +9,9 @@ package, the versions and the CPU.
 from __future__ import annotations
 
 import functools
-import pickle  # Numba's own format of compiled code; only files that this user or root wrote are read
+
+# Numba's own format of compiled code; only files that this user or root wrote are read.
+import pickle
 import sys
 from typing import Any
 

@@ -12,7 +12,7 @@ from numba_prefix.cpu.kernel.prefill_f32 import apply_rules
 from numba_prefix.cpu.kernel.sizes import PANEL_P_BYTES, PANEL_S_BYTES, STEP_N, STRIP, VECTOR_BYTES
 from numba_prefix.cpu.simd.bf16_pairs import from_bits, high_bits, join_pairs, rounded_pairs, store_i32
 from numba_prefix.cpu.simd.memory import any_lane, load1_f32, load1_i64, load_f32, splat_f32, store_f32
-from numba_prefix.rules.softmax import rescale, shift_of, weight
+from numba_prefix.rules.softmax import exp_score, rescale, shift_of
 from numba_prefix.rules.tiling import round_up
 
 ZERO = np.float32(0.0)
@@ -87,10 +87,10 @@ def exp_chunk_of(planes: Any, s_ptr: Any, p_ptr: Any, to_low: Any, shift: Any, u
     total = splat_f32(ZERO)
     for i in range(0, CHUNK_N, 4):  # four at once, as in scores.exp_panel
         at_ptr, to_ptr = s_ptr + i * VECTOR_BYTES, p_ptr + (i >> 1) * VECTOR_BYTES
-        p0 = weight(load_f32(at_ptr), shift, unit_log2)
-        p1 = weight(load_f32(at_ptr + VECTOR_BYTES), shift, unit_log2)
-        p2 = weight(load_f32(at_ptr + 2 * VECTOR_BYTES), shift, unit_log2)
-        p3 = weight(load_f32(at_ptr + 3 * VECTOR_BYTES), shift, unit_log2)
+        p0 = exp_score(load_f32(at_ptr), shift, unit_log2)
+        p1 = exp_score(load_f32(at_ptr + VECTOR_BYTES), shift, unit_log2)
+        p2 = exp_score(load_f32(at_ptr + 2 * VECTOR_BYTES), shift, unit_log2)
+        p3 = exp_score(load_f32(at_ptr + 3 * VECTOR_BYTES), shift, unit_log2)
         if planes == 2:
             h0, h1, h2, h3 = high_bits(p0), high_bits(p1), high_bits(p2), high_bits(p3)
             store_i32(to_ptr, join_pairs(h0, h1))

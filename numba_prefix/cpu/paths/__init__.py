@@ -6,7 +6,7 @@ from __future__ import annotations
 from numba_prefix.cpu.paths import amx, avx512_bf16, vector
 from numba_prefix.cpu.paths.record import Kernel, MicroKernels, Path, Scratch, kernel_of
 
-PATHS = (amx.PATH, avx512_bf16.PATH, vector.PATH)  # the best first
+PATHS = (amx.PATH, avx512_bf16.PATH, vector.PATH)  # the simplest last
 VECTOR = vector.PATH
 
 __all__ = ["PATHS", "VECTOR", "Kernel", "MicroKernels", "Path", "Scratch", "by_name", "kernel_of"]

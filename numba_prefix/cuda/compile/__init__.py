@@ -1,1 +1,1 @@
-"""How CUDA kernels are compiled to cubins, and where these are kept."""
+"""Compiles CUDA kernels to cubins and keeps these on disk."""

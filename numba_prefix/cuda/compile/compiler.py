@@ -1,9 +1,10 @@
-"""From a kernel's Python function to a cubin, without driver, GPU or C++ toolchain.
+"""Compilation of a kernel's Python function to a cubin, without driver, GPU or C++ toolchain.
 
-Numba and NVVM make LTO-IR, nvJitLink makes a cubin of it, and the PTX on the way for whoever wants
-to read it. Not by way of PTX: what nvJitLink gets as PTX it compiles for a link with code to come,
-which took 255 registers and spilled 152 bytes where this takes 231 and spills none (head size 128,
-sm_80). Drivers get cubins, not PTX, of which older ones refuse newer versions.
+Numba and NVVM make LTO-IR, of which nvJitLink makes a cubin, and PTX to read and to test. The cubin
+is not made of the PTX: nvJitLink compiles PTX for a link with further code, which took 255
+registers and spilled 152 bytes where LTO-IR takes 231 and spills none (head size 128, sm_80).
+Drivers get cubins because older drivers refuse newer PTX.
+
 """
 
 from __future__ import annotations
@@ -30,8 +31,8 @@ FAMILIES = {
 }
 MIN_CC = (7, 5)
 
-# Thread blocks that a multiprocessor has room for at least. Left to itself ptxas gives up registers
-# for more blocks, and spills (20 bytes in fma, float16, head size 32, sm_75).
+# Thread blocks that a multiprocessor has room for at least. Without it ptxas gives up registers for
+# more blocks, and spills (20 bytes in fma, float16, head size 32, sm_75).
 MIN_BLOCKS = 2
 # Its defaults are those of Numba's options in jit.py: no fastmath, so that denormals are kept and
 # quotients and square roots are exact, and products and sums contracted to fma. (Spelling them out
@@ -114,8 +115,9 @@ def params_type(types: Any) -> Any:
 
 @functools.lru_cache(maxsize=4)
 def _lto_ir(spec: KernelSpec) -> tuple[Source, bytes]:
-    """For all compute capabilities: LTO-IR made for the least links to the same code as one made
-    for another, except for which of two conversions extends a number that is not negative."""
+    """A kernel's source and its LTO-IR for all compute capabilities: LTO-IR made for the least
+    links to the same code as one made for another, except for which of two conversions extends a
+    number that is not negative."""
     tools = toolchain()
     from numba_prefix.cuda.kernel.jit import OPTIONS, compiling_for
 
@@ -129,7 +131,8 @@ def _lto_ir(spec: KernelSpec) -> tuple[Source, bytes]:
                 device=False,
                 opt=True,
                 abi="numba",
-                abi_info={"abi_name": source.name},  # Numba's own counts what the process compiled before
+                # Numba's own name counts what the process compiled before.
+                abi_info={"abi_name": source.name},
                 cc=MIN_CC,
                 output="ltoir",
                 launch_bounds=(source.threads, MIN_BLOCKS),
@@ -141,7 +144,7 @@ def _lto_ir(spec: KernelSpec) -> tuple[Source, bytes]:
 
 
 def _link(code: bytes, cc: tuple[int, int], output: str) -> tuple[bytes, str]:
-    """A cubin or PTX, and what ptxas says of it."""
+    """A cubin or PTX, and the log of ptxas."""
     tools = toolchain()
     options = tools.LinkerOptions(arch=f"sm_{cc[0]}{cc[1]}", ptx=output == "ptx", **LINK_OPTIONS)
     linker = tools.Linker(tools.ObjectCode.from_ltoir(code), options=options)
@@ -187,7 +190,7 @@ def _toolchain() -> SimpleNamespace:
         from numba.cuda import types
         from numba.cuda.core import config, event
         from numba.cuda.core.compiler_lock import global_compiler_lock
-    except Exception as error:  # releases of numba and numba-cuda that do not go together fail in many ways
+    except Exception as error:  # releases that do not go together fail in many ways
         raise _unavailable(f"{type(error).__name__}: {error}") from error
     if not callable(cuda.compile):
         raise _unavailable("NUMBA_ENABLE_CUDASIM puts a simulator in place of the compiler", "without it")

@@ -1,6 +1,6 @@
 """Kernels ready to be loaded: from this process, from disk, or compiled now.
 
-Whoever finds them on disk needs neither Numba nor the compiler's libraries.
+A process that finds them on disk needs neither Numba nor the compiler's libraries.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ def _obtain(spec: KernelSpec, cc: tuple[int, int]) -> tuple[Compiled, str]:
 
 
 def load(spec: KernelSpec, cc: tuple[int, int]) -> Compiled | None:
-    """What is on disk, without its PTX; None if nothing is that can be trusted."""
+    """A kernel from disk, without its PTX; None if there is none that can be trusted."""
     try:
         payload = disk_cache.load(_file_name(spec, cc), _key(spec, cc))
         return None if payload is None else _unpacked(payload, cc)

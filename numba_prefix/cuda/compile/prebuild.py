@@ -1,5 +1,5 @@
-"""Kernels ahead of their first call, for GPUs that need not be here: built into the cache, and what
-they use of a GPU."""
+"""Builds kernels into the cache ahead of their first call, for GPUs that need not be here, and
+reports what they use."""
 
 from __future__ import annotations
 

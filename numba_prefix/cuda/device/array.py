@@ -1,5 +1,5 @@
-"""Arrays on a GPU for those who have no library that makes them: dense, and a DLPack producer like
-any other."""
+"""Dense arrays on a GPU for callers without a library that makes them: DLPack producers like any
+other."""
 
 from __future__ import annotations
 

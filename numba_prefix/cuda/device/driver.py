@@ -13,7 +13,7 @@ from numba_prefix.inputs.errors import TargetUnavailableError
 from numba_prefix.runtime.signal_guard import keep_over_forks
 
 LEGACY_STREAM = 1
-KEPT_BYTES = 64 << 20  # freed device memory up to this much is kept for the next call that needs some
+KEPT_BYTES = 64 << 20  # of freed device memory, for the next call that needs some
 
 _EXPECTED = "target: got 'cuda', expected 'cpu' or 'reference'"
 INSTALL = "pip install 'numba-prefix[cuda]'"
@@ -45,7 +45,7 @@ class Driver:
         self._launch = api.cuLaunchKernel
         self._pools: dict[int, Any] = {}
         self.pid = os.getpid()
-        self.kept: dict[Any, Any] = {}  # what others have to keep for as long as the driver is used
+        self.kept: dict[Any, Any] = {}  # of other modules, for as long as the driver is used
         self._call("cuInit", 0)
 
     def _call(self, name: str, *arguments: Any) -> Any:
@@ -106,7 +106,8 @@ class Driver:
         self._call("cuKernelSetAttribute", attribute, num_bytes, self._api.CUkernel(kernel), device)
 
     def launch(self, function: int, grid: int, block: int, shared_bytes: int, stream: int, parameters: int) -> None:
-        """parameters: address of an array with the addresses of all parameters, which are copied."""
+        """parameters: address of an array with the addresses of all parameters, which are
+        copied."""
         (error,) = self._launch(function, grid, 1, 1, block, 1, 1, shared_bytes, stream, parameters, 0)
         if error:
             raise self._error("cuLaunchKernel", error)
@@ -125,8 +126,8 @@ class Driver:
         return bool(status != self._api.CUstreamCaptureStatus.CU_STREAM_CAPTURE_STATUS_NONE)
 
     def exchange_capture_mode(self, mode: int) -> int:
-        """What the calling thread may do while it or another one captures: 0 to 2, from strict to
-        relaxed. Returns the mode before."""
+        """Set what the calling thread may do while it or another one captures: 0 to 2, from strict
+        to relaxed. Returns the mode before."""
         return int(self._call("cuThreadExchangeStreamCaptureMode", self._api.CUstreamCaptureMode(mode)))
 
     def create_event(self) -> int:
@@ -139,7 +140,7 @@ class Driver:
         self._call("cuEventRecord", self._api.CUevent(event), self._api.CUstream(stream))
 
     def wait(self, stream: int, event: int) -> None:
-        """Whatever comes on the stream from now on waits for the event."""
+        """Have all that comes on the stream from now on wait for the event."""
         self._call("cuStreamWaitEvent", self._api.CUstream(stream), self._api.CUevent(event), 0)
 
     def is_done(self, event: int) -> bool:
@@ -190,7 +191,7 @@ class Driver:
         return pool
 
     def to_device(self, target: int, source: int, num_bytes: int, stream: int) -> None:
-        """From pageable memory, which may be changed as soon as this returns."""
+        """Copy from pageable memory, which may be changed as soon as this returns."""
         self._call("cuMemcpyHtoDAsync", self._api.CUdeviceptr(target), source, num_bytes, self._api.CUstream(stream))
 
     def to_host(self, target: int, source: int, num_bytes: int, stream: int) -> None:
@@ -235,7 +236,7 @@ def _load() -> Driver:
             raise TargetUnavailableError(f"{_EXPECTED}: the package cuda-bindings is missing ({INSTALL})") from error
         except DriverError as error:
             raise TargetUnavailableError(_without_gpu(error)) from error
-        except RuntimeError as error:  # the binding's own, of a kind that differs between its versions
+        except RuntimeError as error:  # the binding's own; its class differs between versions
             found = str(error).split("\n")[0]
             raise TargetUnavailableError(f"{_EXPECTED}: no NVIDIA driver was found; install one ({found})") from error
         if driver.device_count() == 0:

@@ -1,7 +1,8 @@
-"""A GPU as this process uses it: its context, and what plans borrow from it.
+"""A GPU as this process uses it: its context, and what plans allocate on it.
 
 Work may still be under way when a plan is gone, on any of the streams that it was run on: what it
-borrowed is given back behind them, without waiting.
+allocated is freed behind that work, without waiting.
+
 """
 
 from __future__ import annotations
@@ -49,15 +50,15 @@ class Flag:
         self._value.value = 0
 
 
-class Loan:
-    """Device memory and a flag, for one plan; given back when this object is gone."""
+class DeviceAllocation:
+    """Device memory and a flag of one plan, given back when this object is gone."""
 
     def __init__(self, device: Device) -> None:
         """The device's context is current."""
         self.device = device
         self.flag = device._take_flag()
         self._blocks: list[int] = []
-        self._streams: dict[int, Any] = {}  # used so far, by handle; what they belong to is kept alive
+        self._streams: dict[int, Any] = {}  # used so far, by handle, with their owners
         finalizer = weakref.finalize(self, device._give_back, self._blocks, self.flag, self._streams)
         finalizer.atexit = False
 
@@ -73,7 +74,7 @@ class Loan:
         return address
 
     def use(self, stream: int, owner: Any) -> None:
-        """Before a launch on this stream, which has to live as long as its owner does."""
+        """Note a launch on this stream, which has to live as long as its owner does."""
         if stream not in self._streams:
             self._streams[stream] = owner
 
@@ -123,13 +124,13 @@ class Device:
         with self.current():
             self.stream = driver.create_stream()
         self._free_flags: deque[Flag] = deque()
-        self._ending: deque[tuple[int, Flag]] = deque()  # flags that are free once their event is done
+        self._ending: deque[tuple[int, Flag]] = deque()  # free once the event is done
         self._postponed: deque[tuple[list[int], Flag, dict[int, Any]]] = deque()
 
     def current(self, *, may_capture: bool = False) -> _Entered:
-        """For a `with`. may_capture: the calling thread may allocate and wait although it, or
-        another thread, captures a CUDA graph: nothing that is done within touches a stream that is
-        being captured. Raises TargetUnavailableError in a forked child."""
+        """A context to enter by `with`. may_capture: the calling thread may allocate and wait
+        although it, or another thread, captures a CUDA graph: nothing that is done within touches a
+        stream that is being captured. Raises TargetUnavailableError in a forked child."""
         check_process(self.driver)
         return _Entered(self.driver, self._context, may_capture)
 
@@ -137,22 +138,23 @@ class Device:
         try:
             return self.driver.is_capturing(stream)
         except DriverError as error:
-            if error.name == "CUDA_ERROR_STREAM_CAPTURE_IMPLICIT":  # the legacy stream, while another one captures
+            # The legacy stream, while another one captures.
+            if error.name == "CUDA_ERROR_STREAM_CAPTURE_IMPLICIT":
                 return True
             raise
 
     def order(self, stream: int, before: int) -> None:
-        """What comes on `stream` from now on waits for what came on `before`."""
+        """Have all that comes on `stream` from now on wait for what came on `before`."""
         event = self.driver.create_event()
         self.driver.record(event, before)
         self.driver.wait(stream, event)
         self.driver.destroy_event(event)
 
-    def borrow(self) -> Loan:
-        """The device's context is current, captures are allowed for."""
+    def allocate(self) -> DeviceAllocation:
+        """Memory and a flag for a new plan. The device's context is current and may capture."""
         for postponed in _taken(self._postponed):
             self._give_back(*postponed)
-        return Loan(self)
+        return DeviceAllocation(self)
 
     def _take_flag(self) -> Flag:
         self._recycle_flags()
@@ -193,13 +195,12 @@ class Device:
                 event = driver.create_event()
                 driver.record(event, self.stream)
                 self._ending.append((event, flag))
-        except DriverError:  # a stream is gone, or all of CUDA: nobody knows any more who uses the memory
+        except DriverError:  # a stream is gone, or all of CUDA: the memory may still be in use
             pass
 
 
 def _taken(queue: deque[Item]) -> list[Item]:
-    """What is in a queue now, and is then no more; other threads may take from it, and add to it,
-    meanwhile."""
+    """Pop all that is queued now; safe while other threads pop and push."""
     taken = []
     with contextlib.suppress(IndexError):
         for _ in range(len(queue)):

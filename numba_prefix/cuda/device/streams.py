@@ -64,8 +64,8 @@ def _handle(given: Any) -> Any:
 
 
 def scope(stream: int, tensor: Tensor) -> AbstractContextManager[Any]:
-    """Within it torch allocates and copies on this stream; nothing to do for other libraries'
-    arrays."""
+    """A context in which torch allocates and copies on this stream; an empty one for arrays of
+    other libraries."""
     if tensor.kind != "torch" or stream == current_stream(tensor):
         return contextlib.nullcontext()
     cuda = sys.modules["torch"].cuda

@@ -2,6 +2,7 @@
 and their output.
 
 `params` is a Params (params.py) everywhere.
+
 """
 
 from __future__ import annotations
@@ -95,14 +96,15 @@ def _store_bf16(address: Any, x: Any) -> None:
 
 
 LOADS = {"float16": _load_f16, "bfloat16": _load_bf16, "float32": ptx.load_f32}
-WIDENS: dict[str, Any] = {"float16": ptx.f32_of_f16, "bfloat16": f32_of_bf16}  # the bits of a 16-bit number
+# From the bits of a 16-bit number.
+WIDENS: dict[str, Any] = {"float16": ptx.f32_of_f16, "bfloat16": f32_of_bf16}
 STORES = {"float16": _store_f16, "bfloat16": _store_bf16, "float32": ptx.store_f32}
 
 
 @inline
 def work_of(params: Any, list_ptr: Any) -> Any:
     """This thread block's work item of a list [work items, WORK_COLUMNS] and its kv head, the
-    item's row of the table of sequences, and the table of runs, everybody's."""
+    item's row of the table of sequences, and the table of runs (of all sequences)."""
     kv_head_num = np.uint32(params.kv_head_num)
     work_item = int64_table(list_ptr, WORK_COLUMNS)[np.uint32(cuda.blockIdx.x) // kv_head_num]
     kv_head = np.int64(np.uint32(cuda.blockIdx.x) % kv_head_num)
@@ -136,8 +138,8 @@ def slope_of(params: Any, q_head: Any) -> Any:
 
 @inline
 def find_page(params: Any, b: Any, kv_pos: Any, is_held: Any) -> Any:
-    """Physical block and slot of a key; block -1 for none, or one that the cache doesn't have: its
-    table is flagged."""
+    """Physical block and slot of a key. Block -1 where no key is held, and where the table names a
+    block that the cache doesn't have, which sets the status flag."""
     page, slot = np.int32(-1), np.int32(0)
     if is_held:
         block_size = np.uint32(params.block_size)
@@ -213,7 +215,7 @@ def row_of(params: Any, runs: Any, sequence: Any, row: Any, kv_head: Any) -> Any
 @inline
 def keys_seen(sequence: Any, q_pos: Any, kv_pos: Any, num_keys: Any) -> Any:
     """The first key of a key tile that the query at q_pos sees and one past the last, as positions.
-    Asked anew for each tile at an edge: kept for each row, both ends would take registers that the
+    Computed again for each key tile: both ends, kept for each row, would take registers that the
     products need."""
     begin, end = tiling.visible_begin(sequence, q_pos), tiling.visible_end(sequence, q_pos)
     return np.int32(max(begin, kv_pos)), np.int32(min(end, kv_pos + num_keys))

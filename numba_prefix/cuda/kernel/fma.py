@@ -5,6 +5,7 @@ A thread has every 16th row of the tile, every 8th key of a key tile's scores, a
 dimensions of every 32 of the output; the 8 threads of a row are neighbours in a warp. Rows in
 shared memory are 16 bytes longer than the head, so that the rows that a warp reads at once lie in
 different banks. Keys and then values go through the same memory.
+
 """
 
 from __future__ import annotations
@@ -42,7 +43,7 @@ ROW_THREADS = 8  # of one row
 ROW_STEP = THREADS // ROW_THREADS  # between the rows of a thread
 F32 = 4
 ZERO = np.float32(0.0)
-HIDDEN = np.float32(-1.0)  # a weight that no key has: those of keys that a row may not see
+HIDDEN = np.float32(-1.0)  # a probability that no key has: those of keys that a row may not see
 # Larger heads take smaller tiles: registers for the output, and the 64 KB of shared memory that
 # sm_75 has.
 MAX_WIDE_HEAD_DIM = 128
@@ -91,7 +92,8 @@ def make(spec: KernelSpec) -> Source:
 
     @inline
     def load_tile(tile: Any, address: Any, block: Any, slot_bytes: Any, page: Any, slot: Any, head_size: Any) -> None:
-        """This warp's rows of a key or value tile: the page and slot of row i are known to lane i."""
+        """This warp's rows of a key or value tile: lane i knows the physical block
+        and slot of row i."""
         lane, warp = np.int32(cuda.threadIdx.x & 31), np.int32(cuda.threadIdx.x >> 5)
         for i in range(KEYS_PER_WARP * CHUNKS // 32):
             row = np.int32(np.uint32(i * 32 + lane) // np.uint32(CHUNKS))
@@ -134,20 +136,9 @@ def make(spec: KernelSpec) -> Source:
                     s[KEYS * i + j] = total
 
     @inline
-    def update(
-        s: Any,
-        acc: Any,
-        m_i: Any,
-        l_i: Any,
-        begin: Any,
-        end: Any,
-        first: Any,
-        base: Any,
-        unit_log2: Any,
-        i: Any,
-    ) -> None:
-        """The running softmax of the thread's row i: scores become weights, what was summed is
-        rescaled."""
+    def update(s: Any, acc: Any, m_i: Any, l_i: Any, seen: Any, base: Any, unit_log2: Any, i: Any) -> None:
+        """The running softmax of the thread's row i: scores s become probabilities in shared
+        memory, and sums are rescaled."""
         top = m_i[i]
         for j in range(KEYS):
             top = softmax.running_max(top, s[KEYS * i + j])
@@ -158,9 +149,9 @@ def make(spec: KernelSpec) -> Source:
         total = l_i[i] * alpha
         row = (cuda.threadIdx.x >> 3) + ROW_STEP * i
         for j in range(KEYS):
-            weight = softmax.weight(s[KEYS * i + j], shift, unit_log2)
+            weight = softmax.exp_score(s[KEYS * i + j], shift, unit_log2)
             total = total + weight
-            is_seen = masks.is_visible(first + ROW_THREADS * j, begin[i], end[i])
+            is_seen = seen[i] & (1 << j) != 0
             key = (cuda.threadIdx.x & 7) + ROW_THREADS * j
             ptx.store_shared_f32(np.int32(base + P_TILE + row * P_PITCH + F32 * key), where(is_seen, weight, HIDDEN))
         m_i[i], l_i[i] = top, total
@@ -169,7 +160,7 @@ def make(spec: KernelSpec) -> Source:
 
     @inline
     def add_value(acc: Any, w: Any, base: Any, key: Any, k: Any) -> None:
-        """One key's value, of weights w [ROWS, 4] those of column k."""
+        """One key's value, of probabilities w [ROWS, 4] those of column k."""
         quad = np.int32(cuda.threadIdx.x & 7)
         for g in range(DIM_GROUPS):
             v = ptx.load_shared4_f32(np.int32(base + KV_TILE + key * PITCH + 16 * quad + 128 * g))
@@ -181,8 +172,8 @@ def make(spec: KernelSpec) -> Source:
 
     @inline
     def add_values(acc: Any, base: Any) -> None:
-        """acc [ROWS, DIM_GROUPS, 4] += weights · values; a hidden key's value takes no part, be it
-        NaN."""
+        """acc [ROWS, DIM_GROUPS, 4] += probabilities · values; a hidden key's value takes no part,
+        be it NaN."""
         row = np.int32(cuda.threadIdx.x >> 3)
         for j in range(0, BLOCK_N, 4):
             w = cuda.local.array(W_SIZE, float32)
@@ -214,18 +205,12 @@ def make(spec: KernelSpec) -> Source:
     finish = finish_of(BLOCK_M, 3, store_state, store_row)
 
     def kernel(params: Any) -> None:
-        s, acc = cuda.local.array(S_SIZE, float32), cuda.local.array(ACC_SIZE, float32)
-        m_i, l_i, slope = (
-            cuda.local.array(ROWS, float32),
-            cuda.local.array(ROWS, float32),
-            cuda.local.array(ROWS, float32),
-        )
+        s = cuda.local.array(S_SIZE, float32)  # scores [ROWS, KEYS]
+        acc = cuda.local.array(ACC_SIZE, float32)  # [ROWS, DIM_GROUPS, 4]
+        m_i, l_i = cuda.local.array(ROWS, float32), cuda.local.array(ROWS, float32)
+        slope, mask_base = cuda.local.array(ROWS, float32), cuda.local.array(ROWS, int64)
         q_pos, bias_pos = cuda.local.array(ROWS, int32), cuda.local.array(ROWS, int32)
-        begin, end, mask_base = (
-            cuda.local.array(ROWS, int32),
-            cuda.local.array(ROWS, int32),
-            cuda.local.array(ROWS, int64),
-        )
+        seen = cuda.local.array(ROWS, int32)  # a bit for each key of the thread that the row sees
         lane, warp, base = np.int32(cuda.threadIdx.x & 31), np.int32(cuda.threadIdx.x >> 5), ptx.shared_base()
         work_item, kv_head, sequence, runs = work_of(params, params.work_ptr)
         b, n_end, q_begin = work_item[SEQUENCE], work_item[N_END], sequence[Q_BEGIN]
@@ -247,24 +232,27 @@ def make(spec: KernelSpec) -> Source:
         while kv_idx < n_end:
             kv_pos, num_keys = key_tile(runs, sequence, kv_idx, n_end, BLOCK_N)
             page, slot = find_page(params, b, kv_pos + key, key < num_keys)
-            cuda.syncthreads()  # nobody reads the values before
+            cuda.syncthreads()  # no thread reads the values before
             load_tile(base + KV_TILE, k_base, params.k_block_stride, params.k_slot_stride, page, slot, params.head_size)
             cuda.syncthreads()
             scores(s, base)
-            cuda.syncthreads()  # nobody reads the keys
+            cuda.syncthreads()  # no thread reads the keys any more
             load_tile(base + KV_TILE, v_base, params.v_block_stride, params.v_slot_stride, page, slot, params.head_size)
             first = kv_pos + (cuda.threadIdx.x & 7)
             for i in range(ROWS):
-                begin[i], end[i] = keys_seen(sequence, q_pos[i], kv_pos, num_keys)
+                begin, end = keys_seen(sequence, q_pos[i], kv_pos, num_keys)
+                seen[i] = 0
                 for j in range(KEYS):
                     score, at = s[KEYS * i + j], np.int32(first + ROW_THREADS * j)
                     if HAS_BIAS:
                         add = bias(params, mask_base[i], slope[i], q_pos[i], bias_pos[i], at)
                         score = score * params.qk_scale + add
-                    s[KEYS * i + j] = where(masks.is_visible(at, begin[i], end[i]), score, F32_NEG_INF)
+                    is_seen = masks.is_visible(at, begin, end)
+                    s[KEYS * i + j] = where(is_seen, score, F32_NEG_INF)
+                    seen[i] = np.int32(seen[i] | where(is_seen, 1 << j, 0))
             for i in range(ROWS):
-                update(s, acc, m_i, l_i, begin, end, first, base, params.unit_log2, i)
-            cuda.syncthreads()  # weights and values are there
+                update(s, acc, m_i, l_i, seen, base, params.unit_log2, i)
+            cuda.syncthreads()  # probabilities and values are there
             add_values(acc, base)
             kv_idx += num_keys
 

@@ -1,4 +1,4 @@
-"""Pairs of 16-bit floats in an int32: what tensor cores take, tested and taken apart bitwise."""
+"""Pairs of 16-bit floats in an int32, as tensor cores take them: tested and taken apart bitwise."""
 
 from __future__ import annotations
 
@@ -14,8 +14,7 @@ from numba_prefix.cuda.kernel.jit import inline
 
 @dataclass(frozen=True, slots=True)
 class Halves:
-    """What a 16-bit float type's kernels are made with: device functions over pairs, the lower half
-    first."""
+    """Device functions over pairs of a 16-bit float type, the lower half first."""
 
     mma: Any  # c + a·b, see ptx
     pack: Any  # two float32, rounded to nearest

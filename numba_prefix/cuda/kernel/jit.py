@@ -1,8 +1,9 @@
 """Device functions that compile without a driver.
 
-Numba compiles a device function for the device that is current, and asks the driver which that is.
-Its way around, inlining functions as Numba's own IR, compiles each of them anew at every place: 15
-s a kernel instead of 6.
+Numba compiles a device function for the current device, which it asks the driver for. Numba's own
+alternative, inlining functions as its IR, compiles each of them again at every place: 15 s a kernel
+instead of 6.
+
 """
 
 from __future__ import annotations
@@ -23,8 +24,8 @@ _target: list[tuple[int, int]] = []
 
 @contextlib.contextmanager
 def compiling_for(cc: tuple[int, int]) -> Iterator[None]:
-    """Within it device functions are compiled for compute capability `cc`. One at a time in a
-    process."""
+    """A context in which device functions are compiled for compute capability `cc`. One at once in
+    a process."""
     _target.append(cc)
     try:
         with remembered_types():

@@ -1,5 +1,5 @@
-"""Merges what the splits of a tile left behind: one work item = a split tile of one kv head, a warp
-for each row."""
+"""Merges the states that the splits of a tile left: one work item = a split tile of one kv head,
+with a warp for each row."""
 
 from __future__ import annotations
 

@@ -5,6 +5,7 @@ Each of four warps has 16 of the rows. Keys and values come through the block ta
 time and copied in the background: values while scores are computed, the next keys while values are
 summed. In shared memory, 16-byte chunks of a row are permuted so that no two rows that ldmatrix
 reads at once share a bank.
+
 """
 
 from __future__ import annotations
@@ -40,7 +41,8 @@ WARPS = 4
 THREADS = 32 * WARPS
 BLOCK_M = 16 * WARPS
 ZERO = np.float32(0.0)
-MAX_KEPT_HEAD_DIM = 128  # of larger heads, queries are read from shared memory for every key tile: registers are short
+# Queries of larger heads are read from shared memory for every key tile: registers are short.
+MAX_KEPT_HEAD_DIM = 128
 # With a mask that is read, larger heads take fewer keys at once (else 36 to 132 bytes are spilled),
 # and still larger ones do not keep queries either (else 12 to 36 bytes on cc 10.0 and 12.0).
 MAX_WIDE_WITH_MASK = 32
@@ -90,7 +92,8 @@ def make(spec: KernelSpec) -> Source:
 
     @inline
     def copy_tile(tile: Any, address: Any, block: Any, slot_bytes: Any, page: Any, slot: Any, head_bytes: Any) -> None:
-        """This warp's rows of a key or value tile: the page and slot of row i are known to lane i."""
+        """This warp's rows of a key or value tile: lane i knows the physical block
+        and slot of row i."""
         lane, warp = np.int32(cuda.threadIdx.x & 31), np.int32(cuda.threadIdx.x >> 5)
         for i in range(KEYS_PER_WARP * CHUNKS // 32):
             row = np.int32(np.uint32(i * 32 + lane) // np.uint32(CHUNKS))
@@ -125,7 +128,7 @@ def make(spec: KernelSpec) -> Source:
 
     @inline
     def query_address(tile: Any, step: Any) -> Any:
-        """Of this lane's matrix row: 16 rows of the warp by 16 dimensions."""
+        """The place of this lane's matrix row: 16 rows of the warp by 16 dimensions."""
         lane, warp = cuda.threadIdx.x & 31, cuda.threadIdx.x >> 5
         return np.int32(tile + place(np.int32(16 * warp + (lane & 15)), np.int32(2 * step + (lane >> 4))))
 
@@ -164,14 +167,14 @@ def make(spec: KernelSpec) -> Source:
 
     @inline
     def value_address(base: Any, j: Any, d: Any) -> Any:
-        """Of this lane's matrix row: keys 16·j … by dimensions 16·d …"""
+        """The place of this lane's matrix row: keys 16·j … by dimensions 16·d …"""
         lane = cuda.threadIdx.x & 31
         row, chunk = np.int32(lane & 15), np.int32(2 * d + (lane >> 4))
         return np.int32(base + V_TILE + 16 * j * ROW_BYTES + place(row, chunk))
 
     @inline
     def add_values(acc: Any, p: Any, base: Any, j: Any) -> None:
-        """acc [16 rows, HEAD_DIM] += weights · values of keys 16·j to 16·j + 15."""
+        """acc [16 rows, HEAD_DIM] += probabilities · values of keys 16·j to 16·j + 15."""
         for d in range(DIM_PAIRS):
             b0, b1, b2, b3 = ptx.load_matrices_transposed(value_address(base, j, d))
             e = 8 * d
@@ -214,7 +217,7 @@ def make(spec: KernelSpec) -> Source:
     @inline
     def move_nonfinite(acc: Any, kv_pos: Any, num_keys: Any, begin: Any, end: Any, base: Any) -> None:
         """Takes infinities and NaNs out of the value tile and adds them to the rows that see them,
-        and to no other: in the products, a hidden key's weight of 0 takes part."""
+        and to no other: in the products, a hidden key's probability of 0 takes part."""
         add_nonfinite(acc, kv_pos, num_keys, begin, end, base, 0)
         add_nonfinite(acc, kv_pos, num_keys, begin, end, base, DIM_PAIRS)
         cuda.syncthreads()
@@ -226,7 +229,7 @@ def make(spec: KernelSpec) -> Source:
 
     @inline
     def update(s: Any, p: Any, acc: Any, m_i: Any, l_i: Any, unit_log2: Any, i: Any) -> None:
-        """The running softmax of the thread's row i: scores become weights, what was summed is
+        """The running softmax of the thread's row i: scores s become probabilities p, and sums are
         rescaled."""
         top = m_i[i]
         for j in range(2 * KEY_PAIRS):
@@ -237,8 +240,8 @@ def make(spec: KernelSpec) -> Source:
         alpha = softmax.rescale(m_i[i], shift, unit_log2)
         total = l_i[i] * alpha
         for j in range(2 * KEY_PAIRS):
-            w0 = softmax.weight(s[4 * j + 2 * i], shift, unit_log2)
-            w1 = softmax.weight(s[4 * j + 2 * i + 1], shift, unit_log2)
+            w0 = softmax.exp_score(s[4 * j + 2 * i], shift, unit_log2)
+            w1 = softmax.exp_score(s[4 * j + 2 * i + 1], shift, unit_log2)
             total = total + (w0 + w1)
             p[2 * j + i] = pack(w0, w1)
         m_i[i], l_i[i] = top, total
@@ -273,12 +276,14 @@ def make(spec: KernelSpec) -> Source:
     finish = finish_of(BLOCK_M, 2, store_state, store_row)
 
     def kernel(params: Any) -> None:
-        # q, acc, s, p: as mma spreads a warp's 16 rows over its lanes; a thread has rows lane // 4
-        # and lane // 4 + 8
-        q, acc = cuda.local.array(Q_SIZE, int32), cuda.local.array(ACC_SIZE, float32)
-        s, p = cuda.local.array(S_SIZE, float32), cuda.local.array(P_SIZE, int32)
-        m_i, l_i = cuda.local.array(2, float32), cuda.local.array(2, float32)
-        slope, q_pos, bias_pos = (cuda.local.array(2, float32), cuda.local.array(2, int32), cuda.local.array(2, int32))
+        # A thread's share of the warp's 16 rows, as mma spreads them: rows lane // 4 and lane // 4
+        # + 8
+        q = cuda.local.array(Q_SIZE, int32)  # queries [STEPS, 4], pairs of dimensions
+        s = cuda.local.array(S_SIZE, float32)  # scores [8 keys, row, 2]
+        p = cuda.local.array(P_SIZE, int32)  # probabilities [8 keys, row], pairs of keys
+        acc = cuda.local.array(ACC_SIZE, float32)  # [8 dimensions, row, 2]
+        m_i, l_i = cuda.local.array(2, float32), cuda.local.array(2, float32)  # [row], as below
+        slope, q_pos, bias_pos = cuda.local.array(2, float32), cuda.local.array(2, int32), cuda.local.array(2, int32)
         begin, end, mask_base = cuda.local.array(2, int32), cuda.local.array(2, int32), cuda.local.array(2, int64)
         lane, warp, base = np.int32(cuda.threadIdx.x & 31), np.int32(cuda.threadIdx.x >> 5), ptx.shared_base()
         work_item, kv_head, sequence, runs = work_of(params, params.work_ptr)
@@ -313,7 +318,7 @@ def make(spec: KernelSpec) -> Source:
         while kv_idx < n_end:
             if IS_ALIGNED:
                 ptx.wait_all()
-            cuda.syncthreads()  # the keys are there, and nobody reads the values before
+            cuda.syncthreads()  # the keys are there; no thread reads the values before
             copy_tile(base + V_TILE, v_base, params.v_block_stride, params.v_slot_stride, page, slot, head_bytes)
             scores(s, q, base)
             first = np.int32(kv_pos + 2 * (lane & 3))
@@ -334,7 +339,7 @@ def make(spec: KernelSpec) -> Source:
             update(s, p, acc, m_i, l_i, params.unit_log2, 1)
             if IS_ALIGNED:
                 ptx.wait_all()
-            cuda.syncthreads()  # the values are there, and nobody reads the keys
+            cuda.syncthreads()  # the values are there; no thread reads the keys any more
             if is_edge and cuda.syncthreads_or(holds_nonfinite(base)) != 0:
                 for i in range(2):
                     begin[i], end[i] = keys_seen(sequence, q_pos[i], kv_pos, num_keys)

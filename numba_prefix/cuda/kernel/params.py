@@ -2,6 +2,7 @@
 
 The host makes a Params by name; kernels read `params.q_ptr` of the same tuple, typed by params_type
 in compile/compiler.py.
+
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ _TABLES = (
     "status_ptr",  # int32 in host memory, set to 1 where a block does not exist
 )
 _COUNTS = ("kv_head_num", "group_size", "head_size", "block_size", "num_blocks", "tile_rows")
-# Whether lse gets back what left-aligned biases leave out
+# bool: whether lse gets back what left-aligned biases leave out
 _CODES = ("has_shift",)
 
 INTEGERS = (*ADDRESSES, *_TABLES, *STRIDES, *_COUNTS, *_CODES)
@@ -34,8 +35,8 @@ SLOT_BYTES = 8
 
 
 def in_memory(params: Any) -> NDArray[np.int64]:
-    """A launch's view of parameters, int64 [fields]: each begins a slot of SLOT_BYTES, factors fill
-    the lower half of theirs."""
+    """Parameters as a launch reads them, int64 [fields]: a slot of SLOT_BYTES for each, of which a
+    factor fills the lower half."""
     block = np.zeros(len(params), np.int64)
     block[: len(INTEGERS)] = params[: len(INTEGERS)]
     block.view(np.float32)[2 * len(INTEGERS) :: 2] = params[len(INTEGERS) :]

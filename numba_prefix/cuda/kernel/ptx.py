@@ -1,9 +1,10 @@
-"""What kernels say in PTX rather than in Python: typed memory accesses, tensor-core products,
-copies in flight, shuffles.
+"""Instructions that kernels write as PTX: typed memory accesses, tensor-core products, copies in
+flight, shuffles.
 
 All of it inlines: a plain device function could not be compiled without a driver. Operands have
 exactly the types named: global addresses int64, shared ones int32 (bytes, from shared_base on),
 16-bit floats their bits as uint16, or two of them in an int32.
+
 """
 
 from __future__ import annotations
@@ -77,7 +78,7 @@ def _asm(
     return _typed(name, results, operands, emit)
 
 
-# --- numbers ---------------------------------------------------------------------------------------------------------
+# --- numbers
 
 # Denormal results are 0, as the rules want; -inf gives 0 and NaN stays NaN.
 exp2 = _asm("exp2", "ex2.approx.ftz.f32 $0, $1;", (f32,), (f32,))
@@ -93,10 +94,10 @@ i32_of_u16 = _typed("i32_of_u16", (i32,), (u16,), lambda b, v: [b.zext(v[0], _LL
 
 # The first operand goes to the lower half.
 pack_f16 = _asm("pack_f16", "cvt.rn.f16x2.f32 $0, $2, $1;", (i32,), (f32, f32))
-pack_bf16 = _asm("pack_bf16", "cvt.rn.bf16x2.f32 $0, $2, $1;", (i32,), (f32, f32))  # sm_80 and newer
+pack_bf16 = _asm("pack_bf16", "cvt.rn.bf16x2.f32 $0, $2, $1;", (i32,), (f32, f32))  # sm_80
 
 
-# --- memory ----------------------------------------------------------------------------------------------------------
+# --- memory
 
 
 def _load(name: str, ptx: str, kind: Any, address: Any, count: int = 1) -> Any:
@@ -136,7 +137,7 @@ store_shared4_i32 = _store("store_shared4_i32", "shared*.b32", i32, i32, 4)
 
 @intrinsic
 def shared_base(_: Any) -> Any:
-    """Where the block's dynamic shared memory begins, at a multiple of 128 bytes."""
+    """The first byte of the block's dynamic shared memory, at a multiple of 128 bytes."""
 
     def codegen(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
         name = "numba_prefix_shared"
@@ -157,7 +158,7 @@ commit = _asm("commit", "cp.async.commit_group;", (), is_ordered=True)
 wait_all = _asm("wait_all", "cp.async.wait_group 0;", (), is_ordered=True)
 
 
-# --- warps -----------------------------------------------------------------------------------------------------------
+# --- warps
 
 
 def _shuffle(name: str, mode: str, kind: Any, letter: str) -> Any:

@@ -1,6 +1,6 @@
-"""The shared rules, bound to scalars of a CUDA thread: `masks`, `softmax` and `tiling` have the
-names of numba_prefix.rules' modules, and each of their rules is a device function here; the words
-that rules are written in mean PTX."""
+"""The shared rules for the scalars of a CUDA thread: `masks`, `softmax` and `tiling` are
+numba_prefix.rules' modules with each rule as a device function, in which the words of
+elementwise.py mean PTX."""
 
 from __future__ import annotations
 
@@ -62,7 +62,8 @@ def maximum(_: Any, a: Any, b: Any) -> Any:
 
 @inline
 def multiply_add(a: Any, b: Any, c: Any) -> Any:
-    """One instruction: products and sums are contracted wherever they meet (compile/compiler.py)."""
+    """One instruction: products and sums are contracted wherever they meet
+    (compile/compiler.py)."""
     return a * b + c
 
 

@@ -1,4 +1,5 @@
-"""What a CUDA kernel is compiled for, which kernel serves a problem, and what compiling one needs."""
+"""A CUDA kernel's compile-time choices, the choice of a kernel for a problem, and a kernel's
+source."""
 
 from __future__ import annotations
 
@@ -7,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 TENSOR_CORES = (8, 0)  # the oldest compute capability that family mma runs on
-_FAMILIES = {"float16": "mma", "bfloat16": "mma", "float32": "fma"}  # where there are such tensor cores
+_FAMILIES = {"float16": "mma", "bfloat16": "mma", "float32": "fma"}  # on tensor cores
 HEAD_DIMS = (32, 64, 96, 128, 192, 256)  # what head sizes are padded to
 CHUNK = 16  # bytes that are copied at once where all rows are aligned to it
 
@@ -16,15 +17,14 @@ CHUNK = 16  # bytes that are copied at once where all rows are aligned to it
 class KernelSpec:
     """A kernel's compile-time choices.
 
-    family      "mma" (tensor cores, sm_80 and newer, 16-bit inputs), "fma" (any), "merge" (of split
-                tiles)
+    family      "mma" (tensor cores, sm_80 and newer, 16-bit inputs), "fma" (any inputs and GPU) or
+                "merge" (of split tiles)
     dtype       of query, key and value: "float16", "bfloat16", "float32"
     out_dtype   dtype, or "float32"
     head_dim    one of HEAD_DIMS: the head size, padded
     bias        one of planning.params.BIASES
     mask_dtype  of the given mask, "" if there is none to read
-    is_aligned  all rows of query, key and value begin at multiples of 16 bytes, and head sizes are
-                multiples of 16 bytes
+    is_aligned  all rows of query, key and value begin and end at multiples of CHUNK bytes
     """
 
     family: str
@@ -56,8 +56,8 @@ class Source:
 
 
 def family_of(dtype: str, cc: tuple[int, int]) -> str:
-    """Tensor cores for 16-bit numbers where the GPU has those that we use, else plain arithmetic.
-    KeyError for an unknown dtype."""
+    """Tensor cores for 16-bit numbers where the GPU has those that family mma uses, else plain
+    arithmetic. KeyError for an unknown dtype."""
     family = _FAMILIES[dtype]
     return family if cc >= TENSOR_CORES else "fma"
 
@@ -68,5 +68,5 @@ def head_dim_of(head_size: int) -> int:
 
 
 def merge_of(spec: KernelSpec) -> KernelSpec:
-    """The kernel that joins the split tiles of another one, whatever its inputs are."""
+    """The kernel that merges the split tiles of another one, whatever its inputs are."""
     return KernelSpec("merge", dtype=spec.out_dtype, out_dtype=spec.out_dtype, head_dim=spec.head_dim)

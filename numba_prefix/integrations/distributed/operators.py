@@ -24,7 +24,7 @@ from numba_prefix.inputs.mask_types import MaskType
 from numba_prefix.inputs.problem import as_int, static_problem
 from numba_prefix.integrations.distributed.ranks import CALLS, RankError, Ranks, check_equal, facts_of
 from numba_prefix.rules.elementwise import F32_ONE
-from numba_prefix.rules.softmax import LOG2_E, log_sum_exp, normalize, part_of_output, shift_of, weight
+from numba_prefix.rules.softmax import LOG2_E, exp_score, log_sum_exp, normalize, part_of_output, shift_of
 
 __all__ = ["RankError", "context_parallel_prefix_encoder", "head_parallel_prefix_encoder", "head_share"]
 
@@ -197,7 +197,7 @@ def merge_parts(ranks: Ranks, out: Any, lse: Any) -> tuple[Any, Any]:
     both, the same on every rank.
     """
     shift = shift_of(ranks.largest(lse.clone()))
-    alpha = weight(lse, shift, LOG2_E)[..., None]
+    alpha = exp_score(lse, shift, LOG2_E)[..., None]
     total = ranks.sum(torch.cat([part_of_output(out, lse[..., None], alpha), alpha], -1))
     acc, l_i = total[..., :-1], total[..., -1:]
     return normalize(acc, l_i), log_sum_exp(shift, l_i[..., 0], F32_ONE)
