@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 
 import numpy as np
 
-from numba_prefix.cpu.compile.cache import source_digest
+from numba_prefix.cpu.compile.cache import origin
 from numba_prefix.cpu.paths import Path
 from numba_prefix.cpu.self_test import Case, random_case
 from numba_prefix.cpu.simd.features import cpu_name, features
@@ -78,7 +78,7 @@ def save(dtype: str, paths: Sequence[Path], seconds: Seconds) -> None:
 def _key(dtype: str, paths: Sequence[Path]) -> bytes:
     """Everything that compiled code is keyed by, and the paths that were measured."""
     names = [path.name for path in paths]
-    return repr((source_digest(), NAME, dtype, names, cpu_name(), sorted(features()))).encode()
+    return repr((*origin(), NAME, dtype, names, cpu_name(), sorted(features()))).encode()
 
 
 def summary(seconds: Seconds) -> str:
