@@ -6,6 +6,7 @@ float32 multiply-adds on an Emerald Rapids, and other CPUs do it at twice the ra
 
 from __future__ import annotations
 
+import contextlib
 import json
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -58,10 +59,9 @@ def measure(
 
 def load(dtype: str, paths: Sequence[Path]) -> dict[str, float] | None:
     """Kept seconds of exactly these paths; None if there are none to be trusted."""
-    payload = disk_cache.load(NAME, _key(dtype, paths))
     try:
-        seconds = json.loads(payload or b"null")
-    except ValueError:
+        seconds = json.loads(disk_cache.load(NAME, _key(dtype, paths)) or b"null")
+    except Exception:  # no JSON, or no sources to be keyed by
         return None
     names = [path.name for path in paths]
     if not isinstance(seconds, dict) or sorted(seconds) != sorted(names):
@@ -72,7 +72,8 @@ def load(dtype: str, paths: Sequence[Path]) -> dict[str, float] | None:
 
 def save(dtype: str, paths: Sequence[Path], seconds: Seconds) -> None:
     """Keep seconds for later processes, as far as there are room and permission."""
-    disk_cache.save(NAME, _key(dtype, paths), json.dumps(dict(seconds)).encode())
+    with contextlib.suppress(Exception):  # no sources to be keyed by
+        disk_cache.save(NAME, _key(dtype, paths), json.dumps(dict(seconds)).encode())
 
 
 def _key(dtype: str, paths: Sequence[Path]) -> bytes:

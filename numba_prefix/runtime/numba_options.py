@@ -13,14 +13,14 @@ from typing import Any
 
 CONFIG, CONFIG_FILE = "numba.core.config", ".numba_config.yaml"
 
-# Threads, places, messages, and what the package itself sets while it compiles.
+# Threads, places, messages, what the package itself sets while it compiles, and what is no option.
 SHAPE_NOTHING = frozenset(
     {
         *("NUM_THREADS", "NUMBA_NUM_THREADS", "NUMBA_DEFAULT_NUM_THREADS", "THREADING_LAYER"),
         *("THREADING_LAYER_PRIORITY", "CACHE_DIR", "CACHE_LOCATOR_CLASSES", "DEBUG_CACHE", "FUNCTION_CACHE_SIZE"),
         *("DISABLE_PERFORMANCE_WARNINGS", "SHOW_HELP", "COLOR_SCHEME", "ALWAYS_WARN_UNINIT_VAR", "HIGHLIGHT_DUMPS"),
         *("GDB_BINARY", "PARALLEL_DIAGNOSTICS", "DISABLE_ERROR_MESSAGE_HIGHLIGHTING", "DYLD_WORKAROUND"),
-        *("DISABLE_JIT", "FORCE_CUDA_CC", "DISABLE_CUDA", "ENABLE_CUDASIM"),
+        *("DISABLE_JIT", "FORCE_CUDA_CC", "DISABLE_CUDA", "ENABLE_CUDASIM", "PYVERSION"),
         # those of the host's side of CUDA
         *("CUDA_DRIVER", "CUDA_LOG_LEVEL", "CUDA_LOG_API_ARGS", "CUDA_LOG_SIZE", "CUDA_USE_NVIDIA_BINDING"),
         *("CUDA_WARN_ON_IMPLICIT_COPY", "CUDA_LOW_OCCUPANCY_WARNINGS", "CUDA_PER_THREAD_DEFAULT_STREAM"),

@@ -40,8 +40,8 @@ def origin() -> tuple[object, ...]:
     return source_digest(), numba_options.in_effect()
 
 
-# Digests of the options that this process has compiled under. A kernel links device functions that
-# were compiled earlier: if the options have changed since, its code is nobody else's.
+# The options that this process has compiled under. A kernel links device functions that were
+# compiled earlier: if the options have changed since, its code is not for other processes.
 _compiled_under: set[str] = set()
 
 

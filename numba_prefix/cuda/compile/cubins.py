@@ -44,8 +44,7 @@ def _obtain(spec: KernelSpec, cc: tuple[int, int]) -> tuple[Compiled, str]:
         found, source = load(spec, cc), "cache"
     if found is None:
         found, source = compile_kernel(spec, cc), "compiled"
-        if not _are_options_altered():
-            save(spec, cc, found)
+        save(spec, cc, found)
     _ready[spec, cc] = found
     return found, source
 
@@ -60,7 +59,12 @@ def load(spec: KernelSpec, cc: tuple[int, int]) -> Compiled | None:
 
 
 def save(spec: KernelSpec, cc: tuple[int, int], compiled: Compiled) -> None:
-    disk_cache.save(_file_name(spec, cc), _key(spec, cc), _packed(compiled))
+    """Keep a kernel for later processes, unless it is this process's own."""
+    try:
+        if not _are_options_altered():
+            disk_cache.save(_file_name(spec, cc), _key(spec, cc), _packed(compiled))
+    except Exception:  # the kernel is compiled, which is what matters
+        return
 
 
 def _packed(compiled: Compiled) -> bytes:
