@@ -20,7 +20,7 @@ from numba_prefix.front.encoder import self_attention_prefix_encoder_get_workspa
 from numba_prefix.front.operation import Context
 from numba_prefix.inputs.errors import TargetUnavailableError
 from numba_prefix.inputs.problem import FLOAT_DTYPES
-from numba_prefix.runtime import num_threads
+from numba_prefix.runtime import num_threads, numba_options
 
 # LLVM's names of features: for building kernels, for converting 16-bit floats, for multiplying
 # them.
@@ -46,7 +46,8 @@ def command(arguments: argparse.Namespace) -> int:
         "cache": cache_report(),
         "cuda": _cuda(),
         "versions": versions(),
-        "environment": {name: os.environ[name] for name in VARIABLES if name in os.environ},
+        "environment": {name: os.environ[name] for name in VARIABLES if name in os.environ}
+        | numba_options.in_environment(),
     }
     if arguments.json:
         table.emit_json(report)
@@ -129,19 +130,15 @@ def thread_report() -> dict[str, Any]:
 
 
 def cache_report() -> dict[str, Any]:
-    """The directory of compiled kernels, and whether it can be written."""
+    """The directory of compiled kernels, whether it can be written, and what keeps processes from
+    using it."""
     from numba_prefix.runtime.disk_cache import cache_directory, is_trusted
 
-    directory = cache_directory()
+    directory, obstacle = cache_directory(), _obstacle()
+    report: dict[str, Any] = {"directory": None if directory is None else str(directory), "is_writable": False}
+    report |= {"files": 0, "bytes": 0, "refused": 0, "obstacle": obstacle}
     if directory is None:
-        return {
-            "directory": None,
-            "is_writable": False,
-            "files": 0,
-            "bytes": 0,
-            "refused": 0,
-            "state": "no home directory",
-        }
+        return report | {"state": "no home directory"}
     nearest = directory
     while not nearest.exists() and nearest != nearest.parent:
         nearest = nearest.parent
@@ -155,14 +152,25 @@ def cache_report() -> dict[str, Any]:
     state = f"{'writable' if is_writable else 'NOT WRITABLE: every process compiles anew'}, {len(sizes)} kernels"
     state += f", {sum(sizes) / 1e6:.1f} MB" if sizes else ""
     state += f"; {refused} REFUSED: neither yours nor root's alone to write" if refused else ""
-    return {
-        "directory": str(directory),
+    state = f"NOT USED, every process compiles: {obstacle}" if obstacle else state
+    return report | {
         "is_writable": is_writable,
         "files": len(sizes),
         "bytes": sum(sizes),
         "refused": refused,
         "state": state,
     }
+
+
+def _obstacle() -> str:
+    """The reason why compiled code cannot be told from that of another version; "" for none."""
+    from numba_prefix.cpu.compile.cache import source_digest
+
+    try:
+        source_digest()
+    except Exception as error:  # loaders of frozen programs fail in many ways
+        return f"{type(error).__name__}: {error}"
+    return ""
 
 
 def _cuda() -> dict[str, Any]:

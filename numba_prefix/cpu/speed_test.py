@@ -6,13 +6,14 @@ float32 multiply-adds on an Emerald Rapids, and other CPUs do it at twice the ra
 
 from __future__ import annotations
 
+import contextlib
 import json
 import time
 from collections.abc import Callable, Mapping, Sequence
 
 import numpy as np
 
-from numba_prefix.cpu.compile.cache import source_digest
+from numba_prefix.cpu.compile.cache import origin
 from numba_prefix.cpu.paths import Path
 from numba_prefix.cpu.self_test import Case, random_case
 from numba_prefix.cpu.simd.features import cpu_name, features
@@ -58,10 +59,9 @@ def measure(
 
 def load(dtype: str, paths: Sequence[Path]) -> dict[str, float] | None:
     """Kept seconds of exactly these paths; None if there are none to be trusted."""
-    payload = disk_cache.load(NAME, _key(dtype, paths))
     try:
-        seconds = json.loads(payload or b"null")
-    except ValueError:
+        seconds = json.loads(disk_cache.load(NAME, _key(dtype, paths)) or b"null")
+    except Exception:  # no JSON, or no sources to be keyed by
         return None
     names = [path.name for path in paths]
     if not isinstance(seconds, dict) or sorted(seconds) != sorted(names):
@@ -72,13 +72,14 @@ def load(dtype: str, paths: Sequence[Path]) -> dict[str, float] | None:
 
 def save(dtype: str, paths: Sequence[Path], seconds: Seconds) -> None:
     """Keep seconds for later processes, as far as there are room and permission."""
-    disk_cache.save(NAME, _key(dtype, paths), json.dumps(dict(seconds)).encode())
+    with contextlib.suppress(Exception):  # no sources to be keyed by
+        disk_cache.save(NAME, _key(dtype, paths), json.dumps(dict(seconds)).encode())
 
 
 def _key(dtype: str, paths: Sequence[Path]) -> bytes:
     """Everything that compiled code is keyed by, and the paths that were measured."""
     names = [path.name for path in paths]
-    return repr((source_digest(), NAME, dtype, names, cpu_name(), sorted(features()))).encode()
+    return repr((*origin(), NAME, dtype, names, cpu_name(), sorted(features()))).encode()
 
 
 def summary(seconds: Seconds) -> str:

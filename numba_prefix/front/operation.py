@@ -97,6 +97,10 @@ class Op:
         """Bytes that a run needs, exactly."""
         return self.planned.workspace_bytes
 
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """Refuse copies and pickles: what is planned is bound to these arrays' memory."""
+        raise TypeError("Op: got a request for a copy or a pickle, expected another operation to be planned")
+
     def run(self, workspace: Any = None) -> None:
         """Compute, writing out. workspace None: a buffer kept for the calling thread, or device
         memory for this run.

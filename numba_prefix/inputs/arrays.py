@@ -22,6 +22,7 @@ _DLPACK_DEVICES = {1: "cpu", 2: "cuda", 3: "cpu", 13: "cuda"}
 DLPACK_DTYPES = {0: "int", 1: "uint", 2: "float", 4: "bfloat", 5: "complex"}
 _DLPACK_BOOL = 6
 _READ_ONLY_FLAG = 1
+_IMMUTABLE = ("jax", "jaxlib", "tensorflow")  # libraries that share an array's memory among values
 _MAX_WORK: Any = 100_000  # candidate solutions that np.shares_memory may try
 _POINTER_DEVICE_ORDINAL = 9  # CU_POINTER_ATTRIBUTE_DEVICE_ORDINAL of the CUDA driver API
 
@@ -265,6 +266,11 @@ def _describe_torch(torch: Any, tensor: Any, name: str) -> Tensor:
         raise ValueError(f"{name}: got a tensor that requires grad, expected torch.no_grad(): no gradient is computed")
     if tensor.layout is not torch.strided or tensor.is_quantized or tensor.is_neg() or tensor.is_conj():
         raise TypeError(f"{name}: got a sparse, quantized, negated or conjugated view, expected a plain strided tensor")
+    if _is_recorded(torch):
+        raise TypeError(
+            f"{name}: got a tensor while torch records a graph, expected torch.ops.numba_prefix.prefix_encoder, "
+            "which graphs can hold (import numba_prefix.integrations.torch)"
+        )
     device = "cpu" if tensor.is_cpu else str(tensor.device)
     if device != "cpu" and not tensor.is_cuda:
         raise TypeError(f"{name}: got a tensor on {device}, expected one on cpu or cuda")
@@ -283,6 +289,15 @@ def _describe_torch(torch: Any, tensor: Any, name: str) -> Tensor:
     if not address and (0 not in shape or not strides):
         raise TypeError(f"{name}: got {type(tensor).__name__} without memory, expected a plain strided tensor")
     return Tensor(name, tensor, "torch", address, dtype, shape, strides, device, keeper is None, keeper)
+
+
+def _is_recorded(torch: Any) -> bool:
+    """Whether this thread's operators are being recorded by torch.jit.trace or make_fx: a graph
+    would have the output's allocation, and nothing that writes to it."""
+    c = torch._C
+    if c._get_tracing_state() is not None:
+        return True
+    return c._len_torch_dispatch_stack() > 0 and c._get_dispatch_mode(c._TorchDispatchModeKey.PROXY) is not None
 
 
 class DLTensor(ctypes.Structure):
@@ -347,6 +362,8 @@ def _describe_dlpack(obj: Any, name: str) -> Tensor:
         got = f"{type(obj).__name__} whose __dlpack__ failed ({error})"
         raise TypeError(f"{name}: got {got}, expected {_EXPECTED}") from error
     dl, is_writable = _open_capsule(capsule, name)
+    # Capsules of before DLPack 1.0 cannot say it.
+    is_writable = is_writable and type(obj).__module__.partition(".")[0] not in _IMMUTABLE
     device = _DLPACK_DEVICES.get(dl.device_type)
     if device is None:
         raise TypeError(f"{name}: got memory on DLPack device type {dl.device_type}, expected cpu or cuda")
@@ -406,8 +423,8 @@ def _empty_in_namespace(t: Tensor, shape: tuple[int, ...], dtype: str) -> Any:
     if not hasattr(t.owner, "__array_namespace__"):
         return None
     namespace = t.owner.__array_namespace__()
-    if namespace.__name__.startswith("jax"):
-        return None  # immutable
+    if namespace.__name__.partition(".")[0] in _IMMUTABLE:
+        return None
     wanted = t.owner.dtype if dtype == t.dtype else getattr(namespace, dtype, None)
     if wanted is None:
         return None

@@ -21,7 +21,7 @@ def checked_slopes(
         raise ValueError(f"slopes: got None, expected float32 [{heads}] with mask_type {kind.name} and no mask")
     if not kind.is_alibi:
         raise ValueError(f"slopes: got slopes, expected None with mask_type {kind.name} (only ALiBi kinds use them)")
-    t = describe(_slopes_array(slopes) if isinstance(slopes, (list, tuple)) else slopes, "slopes")
+    t = described_slopes(slopes)
     if t.dtype != "float32":
         raise TypeError(f"slopes: got dtype {t.dtype}, expected float32")
     if t.shape != (heads,):
@@ -41,6 +41,11 @@ def checked_slopes(
             "positive slopes, which the kernel negates"
         )
     return t
+
+
+def described_slopes(slopes: Any) -> Tensor:
+    """A list's or tuple's numbers as float32, or an array as it is."""
+    return describe(_slopes_array(slopes) if isinstance(slopes, (list, tuple)) else slopes, "slopes")
 
 
 def _slopes_array(slopes: list[Any] | tuple[Any, ...]) -> NDArray[np.float32]:

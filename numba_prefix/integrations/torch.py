@@ -29,6 +29,7 @@ _OPTIONS = (
     "str mask_type='causal', Tensor? mask=None, Tensor? slopes=None, int? head_num=None, int? kv_head_num=None, "
     "float qk_scale=1.0"
 )
+_ARRAY_NAMES = ("query", "key", "value", "block_tables", "seq_len", "kv_seq_len")
 _OPTION_NAMES = ("mask_type", "mask", "slopes", "head_num", "kv_head_num", "qk_scale")
 
 
@@ -66,13 +67,25 @@ def _encode_lse(q: Any, k: Any, v: Any, tables: Any, q_len: Any, kv_len: Any, *o
     return encode(q, k, v, tables, q_len, kv_len, return_lse=True, **_options(options, named))
 
 
+def _check_memory(query: Tensor, *others: Any, **named: Any) -> None:
+    """Refuse a tensor without memory beside a query that has some: torch then takes the operator
+    for a description of the output, and would hand out one that nothing has been written to."""
+    if query.device.type == "meta":
+        return
+    for name, given in (*zip(_ARRAY_NAMES + _OPTION_NAMES, (query, *others), strict=False), *named.items()):
+        if isinstance(given, Tensor) and given.device.type == "meta":
+            raise TypeError(f"{name}: got a tensor on meta, expected one on cpu or cuda, as query is")
+
+
 def _fake(query: Tensor, *others: Any, **named: Any) -> Tensor:
+    _check_memory(query, *others, **named)
     return query.new_empty(query.shape)
 
 
 def _fake_lse(
     query: Tensor, k: Any, v: Any, tables: Any, q_len: Any, kv_len: Any, *options: Any, **named: Any
 ) -> tuple[Tensor, Tensor]:
+    _check_memory(query, k, v, tables, q_len, kv_len, *options, **named)
     heads = query.shape[1] if query.dim() == 3 else _options(options, named).get("head_num")
     if heads is None:
         raise ValueError(f"head_num: got None, expected an int, since query is 2-D (shape {tuple(query.shape)})")
@@ -115,7 +128,10 @@ def npu_self_attention_prefix_encoder(
     Returns a tensor like query. Raises TypeError and ValueError naming the argument as
     numba_prefix.prefix_encoder spells it.
     """
-    q_len, kv_len = (x if isinstance(x, Tensor) else torch.tensor(x, dtype=torch.int64) for x in (seqlen, kv_seqlen))
+    # On the CPU whatever torch.set_default_device says.
+    q_len, kv_len = (
+        x if isinstance(x, Tensor) else torch.tensor(x, dtype=torch.int64, device="cpu") for x in (seqlen, kv_seqlen)
+    )
     name = "mask_type_causal_mask" if mask_type is None else mask_type
     encoder = torch.ops.numba_prefix.prefix_encoder
     return encoder(query, key, value, block_tables, q_len, kv_len, name, mask, slopes, q_headnum, kv_headnum, qk_scale)

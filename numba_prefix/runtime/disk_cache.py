@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import hashlib
 import importlib.util
-import marshal
 import os
 import pkgutil
 import secrets
@@ -16,9 +15,14 @@ import stat
 import sys
 from collections.abc import Iterable
 from pathlib import Path
+from types import CodeType
 from typing import Any
 
 DIGEST_BYTES = 32
+_BYTECODE = (
+    *("co_name", "co_flags", "co_argcount", "co_posonlyargcount", "co_kwonlyargcount", "co_code", "co_consts"),
+    *("co_names", "co_varnames", "co_freevars", "co_cellvars", "co_exceptiontable"),
+)
 
 
 def cache_directory() -> Path | None:
@@ -48,7 +52,8 @@ def digest_of(folders: Iterable[str], versions: object) -> str:
     digest = hashlib.sha256()
     for name in modules_in(folders):
         digest.update(name.encode() + b"\0" + code_of(name) + b"\0")
-    digest.update(repr(versions).encode())
+    # Python leaves assertions out of what it compiles if it is told to.
+    digest.update(repr((versions, __debug__)).encode())
     return digest.hexdigest()
 
 
@@ -66,12 +71,31 @@ def modules_in(folders: Iterable[str]) -> list[str]:
 
 
 def code_of(module: str) -> bytes:
-    """A module's source, or its bytecode where an installation has no sources (compileall -b,
-    frozen programs)."""
+    """A module's source, or what its bytecode says where an installation has no sources (compileall
+    -b, frozen programs).
+
+    Raises ImportError for a module that has neither.
+    """
     spec = importlib.util.find_spec(module)
     loader: Any = spec.loader if spec is not None else None
     source = loader.get_source(module)
-    return source.encode() if source is not None else marshal.dumps(loader.get_code(module))
+    if source is not None:
+        return source.encode()
+    code = loader.get_code(module)
+    if code is None:
+        raise ImportError(f"{module}: neither source nor bytecode to be found")
+    return repr(_described(code)).encode()
+
+
+def _described(constant: Any) -> Any:
+    """A constant of bytecode in a form whose repr is the same in every process; that of marshal
+    depends on how often an object is referred to."""
+    if isinstance(constant, CodeType):
+        return [(name, _described(getattr(constant, name, None))) for name in _BYTECODE]
+    if isinstance(constant, (tuple, frozenset)):
+        parts = [_described(part) for part in constant]
+        return parts if isinstance(constant, tuple) else sorted(parts, key=repr)
+    return type(constant).__name__, constant
 
 
 def path_of(name: str, key: bytes) -> Path | None:

@@ -12,6 +12,8 @@ import os
 import threading
 from collections.abc import Callable
 
+from numba_prefix.runtime.signal_guard import start_thread
+
 
 class _Job:
     """One call's work: helpers may join until it is closed; the caller waits for those inside."""
@@ -66,7 +68,7 @@ class _Helper:
         self.mail.acquire()
         self.job: _Job | None = None
         self.worker = 0
-        threading.Thread(target=self._live, name="numba_prefix", daemon=True).start()
+        start_thread(self._live, "numba_prefix")
 
     def wake(self, job: _Job, worker: int) -> None:
         self.job, self.worker = job, worker

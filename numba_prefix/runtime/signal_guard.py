@@ -23,20 +23,21 @@ from typing import Any, TypeVar
 Result = TypeVar("Result")
 ENOUGH_STACK = 8 << 20  # a main thread's usual size: LLVM recurses deeply
 _lock = threading.RLock()
-_other_locks: list[AbstractContextManager[Any]] = []
+_starting = threading.Lock()
+_other_locks: list[AbstractContextManager[Any]] = [_starting]
 _taken = ExitStack()
+_at_work: set[int] = set()  # the thread inside such work
 
 
 def uninterrupted(work: Callable[[], Result]) -> Result:
-    """Return or raise the outcome of work(), run without interruption: one work at a time, and no
-    fork meanwhile.
+    """Return or raise the outcome of work(), run without interruption and with enough stack: one
+    work at a time, and no fork meanwhile.
 
     A signal handler's exception is raised here soon, while the work goes on to its end: asking for
     the same work again must be safe.
     """
-    is_main = threading.current_thread() is threading.main_thread()
-    if not is_main or 0 < threading.stack_size() < ENOUGH_STACK:
-        return _alone(work)
+    if threading.get_ident() in _at_work:
+        return work()
     results: list[Result] = []
     errors: list[BaseException] = []
     done = threading.Event()
@@ -49,7 +50,7 @@ def uninterrupted(work: Callable[[], Result]) -> Result:
         done.set()
 
     try:
-        threading.Thread(target=task, name="numba_prefix first call", daemon=True).start()
+        start_thread(task, "numba_prefix first call")
     except RuntimeError:  # the process can't start another thread
         return _alone(work)
     while not done.wait(0.5):  # on Windows a wait without a timeout cannot be interrupted
@@ -59,9 +60,27 @@ def uninterrupted(work: Callable[[], Result]) -> Result:
     return results[0]
 
 
+def start_thread(task: Callable[[], None], name: str) -> None:
+    """Start a daemon thread with ENOUGH_STACK, whatever the host has set for its own. Raises
+    RuntimeError where the process can't start another."""
+    with _starting:
+        size = threading.stack_size()
+        if size < ENOUGH_STACK:
+            threading.stack_size(ENOUGH_STACK)
+        try:
+            threading.Thread(target=task, name=name, daemon=True).start()
+        finally:
+            if size < ENOUGH_STACK:
+                threading.stack_size(size)
+
+
 def _alone(work: Callable[[], Result]) -> Result:
     with _lock:
-        return work()
+        _at_work.add(threading.get_ident())
+        try:
+            return work()
+        finally:
+            _at_work.discard(threading.get_ident())
 
 
 def keep_over_forks(lock: AbstractContextManager[Any]) -> None:

@@ -208,9 +208,10 @@ OTHER_WAYS = ("NUMBA_BOUNDSCHECK", "NUMBA_DISABLE_JIT")
 
 @pytest.fixture(scope="module")
 def cache_of_other_ways(tmp_path_factory: pytest.TempPathFactory) -> str:
-    """A cache of what is compiled with all of these variables set."""
+    """A cache of what is compiled with each of these variables set."""
     cache = str(tmp_path_factory.mktemp("other_ways"))
-    run_script("one_call.py", env=environment(NUMBA_CACHE_DIR=cache, **dict.fromkeys(OTHER_WAYS, "1")))
+    for variable in OTHER_WAYS:
+        run_script("one_call.py", env=environment(NUMBA_CACHE_DIR=cache, **{variable: "1"}))
     return cache
 
 

@@ -48,6 +48,9 @@ GROUPS = (
             "cpu/test_bugs_numba.py::test_d26_cold_start_of_several_processes": (),
             "cpu/test_bugs_numba.py::test_d27_no_relaxed_arithmetic": (),
             "cpu/test_bugs_numba.py::test_d30_other_ways_to_run": (),
+            "process/test_field_cache.py::test_n13_processes": (),
+            "process/test_field_cache.py::test_n07_the_second_process_loads": (),
+            "process/test_field_cache.py::test_compilation_in_a_small_stack": (),
         },
     ),
     Group(
@@ -85,6 +88,7 @@ GROUPS = (
             "cpu/test_bugs_numba.py::test_d24_affinity_is_the_cap": (),
             "integrations/test_torch_pool.py::test_ended": ("interrupted",),
             "integrations/test_distributed.py::test_a_group": ("2",),
+            "integrations/test_distributed.py::test_n08_four_ranks_and_two_kv_heads": (),
             "cuda/test_cuda_compile.py::test_cut_short": ("ctrl_c",),
         },
     ),

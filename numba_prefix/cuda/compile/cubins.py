@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import functools
 import json
+import os
 import sys
 from dataclasses import asdict
 from importlib import metadata
@@ -14,12 +15,13 @@ from typing import Any
 
 from numba_prefix.cuda.compile.compiler import FAMILIES, Compiled, compile_kernel
 from numba_prefix.cuda.kernel.spec import KernelSpec
-from numba_prefix.runtime import disk_cache
+from numba_prefix.runtime import disk_cache, numba_options
 from numba_prefix.runtime.signal_guard import uninterrupted
 
 # Every module in these folders may take part in a kernel, or in compiling it.
 _FOLDERS = ("rules", "planning", "cuda.kernel", "cuda.compile")
 _COMPILER = ("numba", "numba-cuda", "llvmlite", "nvidia-nvvm", "nvidia-cuda-nvrtc", "nvidia-nvjitlink")
+_TOOLKITS = ("CUDA_HOME", "CUDA_PATH", "CONDA_PREFIX")  # of which versioned links are usual
 _LENGTH_BYTES = 4
 
 _ready: dict[tuple[KernelSpec, tuple[int, int]], Compiled] = {}
@@ -57,7 +59,12 @@ def load(spec: KernelSpec, cc: tuple[int, int]) -> Compiled | None:
 
 
 def save(spec: KernelSpec, cc: tuple[int, int], compiled: Compiled) -> None:
-    disk_cache.save(_file_name(spec, cc), _key(spec, cc), _packed(compiled))
+    """Keep a kernel for later processes, unless it is this process's own."""
+    try:
+        if not _are_options_altered():
+            disk_cache.save(_file_name(spec, cc), _key(spec, cc), _packed(compiled))
+    except Exception:  # the kernel is compiled, which is what matters
+        return
 
 
 def _packed(compiled: Compiled) -> bytes:
@@ -79,13 +86,27 @@ def _file_name(spec: KernelSpec, cc: tuple[int, int]) -> str:
 
 def _key(spec: KernelSpec, cc: tuple[int, int]) -> bytes:
     """All that a cubin depends on."""
-    return repr((_digest(), FAMILIES[spec.family], spec, cc)).encode()
+    return repr((_digest(), numba_options.in_environment(), FAMILIES[spec.family], spec, cc)).encode()
+
+
+_altered: set[bool] = set()
+
+
+def _are_options_altered() -> bool:
+    """Whether the program itself has set options of Numba's at the time of any compilation, whose
+    parts others link. The key names those of the environment alone."""
+    _altered.add(numba_options.are_set_by_program())
+    return True in _altered
 
 
 @functools.cache
 def _digest() -> str:
-    """A digest of all sources of the kernels and of the versions of what compiles them."""
-    return disk_cache.digest_of(_FOLDERS, (sys.version_info[:2], [_version(name) for name in _COMPILER]))
+    """A digest of all sources of the kernels and of the versions of what compiles them; where
+    packages are missing, of the places of a toolkit that serves instead."""
+    versions = [_version(name) for name in _COMPILER]
+    places = [os.path.realpath(os.environ[name]) for name in _TOOLKITS if name in os.environ]
+    versions += places if None in versions else []
+    return disk_cache.digest_of(_FOLDERS, (sys.version_info[:2], versions))
 
 
 def _version(package: str) -> str | None:

@@ -67,7 +67,8 @@ def head_parallel_prefix_encoder(
     target: str = "auto",
     num_threads: int | None = None,
 ) -> Any:
-    """prefix_encoder where each rank has some of the heads. The arguments that differ from its own:
+    """prefix_encoder where each rank has some of the heads. Ranks may give equal numbers in
+    different forms. The arguments that differ from its own:
 
     query         torch tensor, this rank's query heads; ranks hold consecutive heads, in rank order
     key, value    this rank's kv heads; shares may differ in size (head_share), not in query heads
@@ -80,8 +81,10 @@ def head_parallel_prefix_encoder(
 
     Heads are independent, so no rank needs another's results: without `gather` only sizes are
     exchanged. Returns out, or (out, lse), bit for bit equal to one process's result for those
-    heads. Raises the errors of prefix_encoder, ValueError for arguments that differ between ranks,
-    RankError for an error of another rank.
+    heads. A kv head may be on several ranks, each with some of its query heads: then the result is
+    that of one process with a copy of it for each rank, which rounds otherwise. Raises the errors
+    of prefix_encoder, ValueError for arguments that differ between ranks, RankError for an error of
+    another rank.
     """
     ranks = Ranks(group)
 

@@ -13,9 +13,10 @@ import torch
 import torch.distributed as dist
 from numpy.typing import NDArray
 
-from numba_prefix.inputs.arrays import bits, describe
+from numba_prefix.inputs.arrays import Tensor, as_numpy, bits, describe
 from numba_prefix.inputs.mask_types import MaskType
 from numba_prefix.inputs.problem import FLOAT_DTYPES, Problem
+from numba_prefix.inputs.slopes import described_slopes, slope_values
 
 TEXT_BYTES = 2048  # limit of another rank's error text
 
@@ -107,13 +108,19 @@ class Ranks:
 def facts_of(
     problem: Problem, lengths: tuple[NDArray[np.int64], NDArray[np.int64]], mask: Any, slopes: Any, **others: int
 ) -> dict[str, int]:
-    """The integers of a call that ranks compare. others: further ones."""
+    """The integers of a call that ranks compare: what its arguments mean, not how they are given.
+    others: further ones."""
     facts = {name: getattr(problem, name) for name in _COUNTS}
     facts["dtype"] = FLOAT_DTYPES.index(problem.dtype)
     facts["mask_type"] = int(problem.mask_type)
     facts["qk_scale"] = struct.unpack("<q", struct.pack("<d", problem.qk_scale))[0]
     facts["seq_len, kv_seq_len"] = _digest(*(x.tobytes() for x in lengths))
-    facts["mask"], facts["slopes"] = _digest_of(mask, "mask"), _digest_of(slopes, "slopes")
+    facts["mask"] = facts["slopes"] = 0
+    if problem.mask_type.is_alibi:  # else neither has a meaning
+        t = None if mask is None else describe(mask, "mask")
+        facts["mask"] = 0 if t is None else _digest_of_mask(t)
+        if slopes is not None and (t is None or t.ndim != 3):  # a bias for each head is complete
+            facts["slopes"] = _digest_of_slopes(slopes)
     return facts | others
 
 
@@ -132,16 +139,30 @@ def check_equal(facts: list[dict[str, int]], names: Sequence[str]) -> None:
                 raise ValueError(f"{name}: got {got} on rank {rank}, expected {expected} as on rank 0")
 
 
-def _digest_of(given: Any, name: str) -> int:
-    """A digest of a list's numbers, or of an array's dtype, shape and (if there are few, in CPU
-    memory) values; 0 for None."""
-    if given is None:
-        return 0
-    if isinstance(given, (list, tuple)):
-        return _digest(repr(list(map(str, given))).encode())
-    t = describe(given, name)
-    is_read = t.device == "cpu" and t.ndim < 3
-    return _digest(repr((t.dtype, t.shape)).encode(), bits(t).tobytes() if is_read else b"")
+def _digest_of_mask(t: Tensor) -> int:
+    """A digest of a template's values, or of the shape of a bias for each head, which is large."""
+    if t.ndim >= 3:
+        return _digest(repr(t.shape).encode())
+    if t.device != "cpu":
+        values = torch.as_tensor(t.owner, device="cpu").float().numpy()
+    elif t.dtype == "bfloat16":
+        values = (bits(t).astype(np.uint32) << 16).view(np.float32)
+    else:
+        values = as_numpy(t).astype(np.float32)
+    return _digest(repr(t.shape).encode(), _bytes(values))
+
+
+def _digest_of_slopes(slopes: Any) -> int:
+    """A digest of the shape and, of what can be slopes at all, the numbers."""
+    t = described_slopes(slopes)
+    if t.ndim != 1:
+        return _digest(repr(t.shape).encode())
+    with np.errstate(over="ignore"):
+        return _digest(_bytes(np.array(slope_values(t)).astype(np.float32)))
+
+
+def _bytes(values: NDArray[np.float32]) -> bytes:
+    return (values + np.float32(0)).tobytes()  # -0 is 0
 
 
 def _digest(*parts: bytes) -> int:

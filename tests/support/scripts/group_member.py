@@ -1,5 +1,5 @@
-"""group_member.py RANK SIZE FILE: one rank of a gloo group. Every rank makes the same problems and
-keeps its share of them.
+"""group_member.py RANK SIZE FILE [WORDS]: one rank of a gloo group. Every rank makes the same
+problems and keeps its share of them. WORDS: only scenarios whose names have them.
 
 Prints a JSON object: the outcome of each scenario, "right" or a traceback.
 """
@@ -22,6 +22,7 @@ import torch
 import torch.distributed as dist
 from cases import INT_MAX, MASK_FORMS, Case, assert_close, make_case, run, same_bits, with_mask
 
+import numba_prefix as nbp
 from numba_prefix.front.operation import Op
 from numba_prefix.integrations.distributed.operators import (
     RankError,
@@ -99,6 +100,84 @@ def heads_with_listed_slopes() -> None:
     case = replace(heads_case(), mask_type="alibi")
     slopes = [((7 * h) % 5 + 1) / 16 for h in range(case.query.shape[1])]
     same_bits(heads_call(case, slopes=slopes, gather=True), run(case, "cpu", slopes=slopes))
+
+
+def heads_replicated() -> None:
+    """N08: with fewer kv heads than ranks several ranks hold the same one, each for its own query
+    heads. The bits are those of one process that has a copy of it for each rank."""
+    total, kv_heads = 2 * SIZE, SIZE // 2 if SIZE % 2 == 0 else 1
+    held = [rank * kv_heads // SIZE for rank in range(SIZE)]
+    for form, dtype in (("causal", "bfloat16"), ("alibi-generator", "float16"), ("alibi_sqrt-template", "float32")):
+        case = make_case(
+            [3, 20], [9, 40], head_num=total, kv_head_num=kv_heads, head_size=16, block_size=8, dtype=dtype
+        )
+        case = with_mask(case, form, mask_dtype=dtype)
+        arguments = {
+            "query": tensor(case.query[:, 2 * RANK : 2 * RANK + 2]),
+            "key": tensor(case.key[:, :, held[RANK] : held[RANK] + 1]),
+            "value": tensor(case.value[:, :, held[RANK] : held[RANK] + 1]),
+        }
+        out, lse = head_parallel_prefix_encoder(**(case.arguments() | arguments), gather=True, return_lse=True)
+        assert_close(out, case, lse)
+        copies = replace(case, key=case.key[:, :, held], value=case.value[:, :, held])
+        same_bits(out, run(copies, "cpu"))
+    with raises(ValueError, f"num_heads: got {SIZE - 1}, expected at least one for each of {SIZE} ranks"):
+        head_share(SIZE - 1, RANK, SIZE)
+
+
+LENGTHS = (
+    list,
+    lambda x: torch.tensor(x, dtype=torch.int32),
+    lambda x: np.array(x, np.int64),
+    lambda x: np.array(x, np.uint16),
+    tuple,
+)
+
+
+def spelled(turn: int, case: Case, slopes: list[float] | None) -> dict[str, Any]:
+    """The same values, in another form on each rank."""
+    kinds = ("alibi", nbp.MaskType.ALIBI_COMPRESS, int(nbp.MaskType.ALIBI_COMPRESS), "ALIBI_COMPRESS")
+    q_form, kv_form = LENGTHS[(turn + RANK) % len(LENGTHS)], LENGTHS[(turn + 2 * RANK) % len(LENGTHS)]
+    given = {"seq_len": q_form(list(case.seq_len)), "kv_seq_len": kv_form(list(case.kv_seq_len))}
+    given |= {"mask_type": kinds[(turn + RANK) % 4], "qk_scale": (0.25, np.float32(0.25))[(turn + RANK) % 2]}
+    forms = (list, lambda x: np.array(x, np.float32), lambda x: torch.tensor(x, dtype=torch.float32), tuple)
+    return given | {"slopes": None if slopes is None else forms[(turn + RANK) % 4](slopes)}
+
+
+def equal_values_are_equal() -> None:
+    """N08: lists, tensors and arrays of any integer type, names and numbers of a kind, a template
+    in either dtype: what ranks have to agree on is what they mean."""
+    case = replace(heads_case(dtype="bfloat16"), mask_type="alibi")
+    slopes = [((7 * h) % 5) / 16 for h in range(case.query.shape[1])]
+    slopes[0] = -0.0 if RANK else 0.0
+    expected = run(case, "cpu", slopes=np.abs(np.array(slopes, np.float32)))
+    for turn in range(5):
+        same_bits(heads_call(case, **spelled(turn, case, slopes), gather=True), expected)
+    negative = [-abs(s) for s in slopes]
+    template = tensor(np.asarray(nbp.alibi_mask("alibi", "float32")))
+    masks = (template.bfloat16(), template, template.T.contiguous().T)
+    expected = run(replace(case, mask=template.numpy()), "cpu", slopes=np.array(negative, np.float32))
+    for turn in range(3):
+        options = spelled(turn, case, negative) | {"mask": masks[(turn + RANK) % 3]}
+        same_bits(heads_call(case, **options, gather=True), expected)
+    pages = pages_case(dtype="bfloat16")
+    out = pages_call(pages, **spelled(0, pages, slopes[:4]))
+    same_bits(out, pages_call(pages, mask_type="alibi", slopes=slopes[:4]))
+
+
+def values_that_differ() -> None:
+    """Other numbers in the same form, or one other number in another form, on one rank."""
+    case = replace(heads_case(), mask_type="alibi")
+    slopes = [((7 * h) % 5 + 1) / 16 for h in range(case.query.shape[1])]
+    other = [*slopes[:-1], slopes[-1] + 2.0**-10]
+    for form in (list, np.float32, torch.tensor):
+        with raises(ValueError, "slopes: got others on rank 1"):
+            heads_call(case, slopes=form(other) if RANK == 1 else slopes)
+    template = np.asarray(nbp.alibi_mask("alibi", "float32"))
+    changed = template.copy()
+    changed[255, 0] += 1
+    with raises(ValueError, "mask: got others on rank 1"):
+        heads_call(case, slopes=slopes, mask=changed if RANK == 1 else template)
 
 
 # --- pages
@@ -323,7 +402,7 @@ def scenarios() -> dict[str, Callable[[], None]]:
         arguments = (form, DTYPES_IN_TURN[i % 3], ("striped", "some")[i % 2], (16, 3, 128)[i % 3])
         found[f"pages {form}"] = lambda a=arguments: pages(*a)
     for scenario in (
-        heads_with_listed_slopes, pages_flat_query, pages_rows_that_see_nothing, pages_with_nan, empty_calls,
+        heads_with_listed_slopes, heads_replicated, equal_values_are_equal, values_that_differ, pages_flat_query, pages_rows_that_see_nothing, pages_with_nan, empty_calls,
         part_of_the_ranks, error_of_a_bad_block, error_of_a_kind_of_array, error_while_computing, error_of_holders,
         error_of_arguments_that_differ, error_of_heads_in_total,
     ):  # fmt: skip
@@ -336,7 +415,8 @@ def main() -> None:
     timeout = datetime.timedelta(seconds=60)
     dist.init_process_group("gloo", init_method=f"file://{sys.argv[3]}", rank=RANK, world_size=SIZE, timeout=timeout)
     outcomes = {}
-    for name, scenario in scenarios().items():
+    chosen = {name: scenario for name, scenario in scenarios().items() if " ".join(sys.argv[4:]) in name}
+    for name, scenario in chosen.items():
         try:
             scenario()
             outcomes[name] = "right"
