@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from numba_prefix.integrations.transformers.refusals import refuse
+from numba_prefix.integrations.transformers.refusals import check_heads, refuse
 from numba_prefix.integrations.transformers.runs import Batch
 
 # The keyword argument that carries the cache to a layer's attention function.
@@ -36,6 +36,7 @@ def update(cache: Any, key: Tensor, value: Tensor, layer_idx: int, kwargs: dict[
 
     key, value [1, kv_head_num, num_tokens, head_size], returned unchanged.
     """
+    check_heads(key, key, value)
     allocator = cache.layer_to_allocator[layer_idx]
     if allocator.layer_type != _FULL:
         raise refuse(f"a cache for {allocator.layer_type} (a sliding window)")
@@ -45,6 +46,19 @@ def update(cache: Any, key: Tensor, value: Tensor, layer_idx: int, kwargs: dict[
     key_blocks, value_blocks = allocator.get_cache_for_block_table(layer_idx)
     kwargs[PAGED_CACHE] = LayerCache(key_blocks, value_blocks, _batch(cache, allocator, kwargs))
     return key, value
+
+
+@torch.compiler.disable
+def attend_paged(query: Tensor, cache: LayerCache, qk_scale: float) -> Tensor:
+    """Attention over a paged cache. query [1, head_num, num_tokens, head_size], packed; tokens
+    beyond the sequences' (padding) give 0."""
+    check_heads(query, cache.key, cache.value)
+    tokens = query[0].transpose(0, 1).to(cache.value.dtype)  # autocast may leave them in another
+    num_tokens = sum(cache.batch.q_len)
+    make = torch.empty if num_tokens == len(tokens) else torch.zeros
+    out = make(tokens.shape, dtype=tokens.dtype, device=tokens.device)
+    cache.batch.run(tokens[:num_tokens], cache.key, cache.value, out[:num_tokens], qk_scale)
+    return out[None]
 
 
 def _batch(cache: Any, allocator: Any, kwargs: dict[str, Any]) -> Batch:
@@ -68,11 +82,12 @@ def _batch_of(allocator: Any, kwargs: dict[str, Any]) -> Batch:
     index = kwargs["read_index"][allocator.index]
     if index.numel() == 0:  # only new prompts: the keys to read are the ones just written
         index = kwargs["write_index"][allocator.index]
+    device, index = index.device, index.cpu()
     block_size = allocator.tokens_per_page
     widest = max((-(-n // block_size) for n in kv_len), default=0)
-    tables = torch.zeros((len(kv_len), widest), dtype=torch.int32)
+    tables = torch.zeros((len(kv_len), widest), dtype=torch.int32, device="cpu")
     for row, begin, end in zip(tables, kv_end, kv_end[1:], strict=False):
         # A sequence's slots, block after block: every block_size-th one begins a block.
         slots = index[begin:end:block_size]
         row[: len(slots)] = slots // block_size
-    return Batch(tables, q_len, kv_len)
+    return Batch(tables.to(device), q_len, kv_len)
