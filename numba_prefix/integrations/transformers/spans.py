@@ -1,4 +1,4 @@
-"""Where the tokens of a forward pass lie, as a small tensor that a compiled graph can carry."""
+"""Places of the tokens of a forward pass, and a small tensor of them that a compiled graph carries."""
 
 from __future__ import annotations
 
