@@ -36,7 +36,7 @@ def attention(
     qk_scale = query.shape[-1] ** -0.5 if scaling is None else float(scaling)
     layer_cache = options.get(PAGED_CACHE)
     if layer_cache is not None:
-        return attend_paged(query, layer_cache, qk_scale), None
+        return attend_paged(query, key, value, layer_cache, qk_scale), None
     return attend(query, key, value, attention_mask, qk_scale), None
 
 

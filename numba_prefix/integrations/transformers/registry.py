@@ -106,7 +106,8 @@ def _check(original: Callable[..., Any]) -> Callable[..., Any]:
 
     @functools.wraps(original)
     def check(self: Any, attn_implementation: Any, *arguments: Any, **options: Any) -> Any:
-        if attn_implementation == NAME and _has_own_attention(type(self)):
+        cls: Any = type(self)
+        if attn_implementation == NAME and _has_own_attention(cls):
             raise refuse(f"{type(self).__name__}, a model that computes its attention by itself")
         return original(self, attn_implementation, *arguments, **options)
 

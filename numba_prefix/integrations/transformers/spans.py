@@ -1,4 +1,4 @@
-"""Places of the tokens of a forward pass, and a small tensor of them that a compiled graph carries."""
+"""Places of the tokens of a forward pass, and a small tensor of them for compiled graphs."""
 
 from __future__ import annotations
 
