@@ -77,6 +77,7 @@ def attended(*tensors: Any, mask: Any = None, module: Any = None, **options: Any
     ],
 )
 def test_n10_keywords_are_refused_by_name(what: str, options: dict[str, Any]) -> None:
+    """llama.cpp PR#24908, transformers PR#41083: a choice of keys, or sinks, given as keywords."""
     q, k, v = qkv()
     with pytest.raises(ValueError, match=REFUSED + what):
         attended(q, k, v, **options)
@@ -102,6 +103,7 @@ def test_n10_harmless_keywords_are_accepted() -> None:
 
 @torch.no_grad()
 def test_n10_a_model_that_chooses_key_blocks() -> None:
+    """llama.cpp PR#24908, transformers#46762: dense attention is not this model."""
     sizes = {
         "hidden_size": 64, "intermediate_size": 64, "dense_intermediate_size": 64, "num_hidden_layers": 2,
         "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16, "initializer_range": 0.3,
@@ -151,6 +153,7 @@ def test_n10_features_that_a_module_has_itself() -> None:
 
 @torch.no_grad()
 def test_n10_sinks_of_a_real_model() -> None:
+    """transformers PR#41083."""
     from transformers.models.gpt_oss.modeling_gpt_oss import GptOssAttention
 
     sizes = {"hidden_size": 64, "num_hidden_layers": 1, "num_attention_heads": 4, "num_key_value_heads": 2}
@@ -231,6 +234,7 @@ def past(request: pytest.FixtureRequest) -> Any:
 )
 @torch.no_grad()
 def test_n11_a_mask_too_narrow(past: Any, begin_end: tuple[int, int], mask: list[list[int]]) -> None:
+    """transformers#4130, #18104: a mask of the new tokens only made all of them padding."""
     model, tokens, cache = past
     begin, end = begin_end
     given = torch.tensor(mask, dtype=torch.int64)
@@ -274,6 +278,7 @@ def test_n11_a_mask_made_for_another_pass() -> None:
 @pytest.mark.parametrize("kind", ["llama", "qwen3", "bloom"])
 @torch.no_grad()
 def test_n01_under_autocast(kind: str) -> None:
+    """transformers PR#35834, xformers#742: queries and keys stay in float32."""
     model = model_of(kind)
     inputs = padded(prompts(5, 40, 19))
     tokens = inputs["attention_mask"].bool()
@@ -349,6 +354,7 @@ def wide() -> Any:
 )
 @torch.no_grad()
 def test_n03_head_sizes_are_refused_by_name(make: Any, what: str) -> None:
+    """transformers PR#35926, vllm#39065."""
     model = make()
     assert torch.isfinite(model(torch.tensor(prompts(9))).logits).all()
     with pytest.raises(ValueError, match=REFUSED + what):
@@ -398,6 +404,7 @@ COMPILED = {
 @pytest.mark.parametrize("name", list(COMPILED))
 @torch.no_grad()
 def test_n02_a_compiled_model_is_one_graph(kind: str, name: str) -> None:
+    """transformers PR#42367, PR#41827: a traced model is always masked as if it were packed."""
     if kind != "llama" and name == "positions":
         pytest.skip("ALiBi has no positions")
     options = dict(COMPILED[name])
@@ -488,7 +495,8 @@ def test_tracing_by_torch_jit_is_refused() -> None:
 @pytest.mark.parametrize("size", [1, 8, 40, 64])
 @pytest.mark.parametrize("cache", ["dynamic", "static"])
 def test_n04_chunks_of_padding(size: int, cache: str) -> None:
-    """A prompt of one token, padded to 40, has no token at all in its first chunks."""
+    """transformers#43082: a prompt of one token, padded to 40, has none at all in its first
+    chunks."""
     model = model_of("llama")
     inputs = padded(prompts(5, 40, 1, 19))
     expected = generated(model, "eager", inputs)
@@ -515,6 +523,7 @@ def test_n04_rows_of_padding_are_zero() -> None:
 
 
 def test_n05_help_by_prompt_lookup_and_by_another_model() -> None:
+    """transformers#30042, #30413: the keys of rejected tokens must not be attended to."""
     model, assistant = model_of("llama"), chosen(model_of("llama"))
     inputs = {"input_ids": torch.tensor([prompts(8)[0] * 6])}
     expected = generated(model, "numba_prefix", inputs)
@@ -527,6 +536,7 @@ def test_n05_help_by_prompt_lookup_and_by_another_model() -> None:
 
 
 def test_n05_beams() -> None:
+    """transformers#46612."""
     model, inputs = model_of("llama"), padded(prompts(5, 40, 19))
     options = {"num_beams": 3, "num_return_sequences": 2}
     expected = generated(model, "eager", inputs, **options)
@@ -566,6 +576,7 @@ def test_n05_a_cache_whose_sequences_are_repeated_and_chosen() -> None:
 
 
 def test_n06_short_of_memory() -> None:
+    """transformers PR#43150: requests are evicted and prefilled again."""
     model, inputs = model_of("llama"), prompts(90, 3, 40, 8, 1, 17)
     expected = batch_generated(model, "numba_prefix", inputs)
     assert batch_generated(model, "numba_prefix", inputs, num_blocks=14) == expected
@@ -575,7 +586,7 @@ def test_n06_short_of_memory() -> None:
 
 
 def test_n06_forks() -> None:
-    """The last block of a prompt is partly full, or full."""
+    """transformers PR#42921: the last block of a prompt is partly full, or full."""
     model, inputs = chosen(model_of("llama")), prompts(13, 16)
     alone = batch_generated(model, "numba_prefix", inputs)
     outputs = model.generate_batch(
@@ -593,7 +604,8 @@ def test_n06_forks() -> None:
 
 
 def test_n06_padded_for_a_compiled_model() -> None:
-    """Index tensors then end in slots that nobody reads, after the sequences come empty ones."""
+    """transformers PR#48294: index tensors end in slots for no token, the sequences in empty
+    ones."""
     model, inputs = model_of("llama"), prompts(20, 3, 9)
     expected = batch_generated(model, "numba_prefix", inputs)
     torch._dynamo.reset()
@@ -610,14 +622,12 @@ def test_n06_padded_for_a_compiled_model() -> None:
 @torch.no_grad()
 def test_default_device_and_dtype() -> None:
     """Small tensors of ours lie on the CPU, whatever torch's default is."""
-    inputs, packed = padded(prompts(5, 40, 19)), prompts(20, 3)
     from numba_prefix.integrations.transformers.mask import lengths_mask
 
+    inputs = padded(prompts(5, 40, 19))
     q, k, v = qkv(tokens=40, batch=3)
     expected = attended(q, k, v, mask=lengths_mask(3, 40, 40, attention_mask=inputs["attention_mask"]))
     alone = attended(q, k, v)
-    model = model_of("llama")
-    tokens = batch_generated(model, "numba_prefix", packed)
     for device, dtype in (("meta", torch.float32), ("cpu", torch.float64)):
         torch.set_default_device(device)
         torch.set_default_dtype(dtype)
@@ -628,7 +638,6 @@ def test_default_device_and_dtype() -> None:
         finally:
             torch.set_default_device(None)
             torch.set_default_dtype(torch.float32)
-    assert batch_generated(model, "numba_prefix", packed) == tokens
 
 
 # --- models on a GPU
@@ -683,6 +692,26 @@ def test_a_network_through_a_gpu(monkeypatch: pytest.MonkeyPatch, kind: str) -> 
         ]
         assert len(gpu.launches) == 2 * NUM_LAYERS
     torch.testing.assert_close(torch.cat(parts, 1)[tokens], expected, rtol=1e-4, atol=1e-4)
+
+
+def test_the_real_kernels_in_the_interpreter(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A left-padded batch, and continuous batching."""
+    pytest.importorskip("numba_cuda", reason="numba-cuda is not installed")
+    from ptx.device import interpreted
+
+    from numba_prefix.integrations.transformers.mask import lengths_mask
+
+    tensors = qkv(tokens=9, batch=2)
+    padding = padded([[2] * 3, [2] * 9])["attention_mask"]
+    expected = attended(*tensors, mask=lengths_mask(2, 9, 9, attention_mask=padding))
+    *_, paged = paged_pass(lambda t: t)
+    with torch_gpu.fake_torch_gpu(monkeypatch, execute=interpreted) as gpu:
+        there = [torch_gpu.on_gpu(t.clone()) for t in tensors]
+        mask = lengths_mask(2, 9, 9, attention_mask=padding.to(torch_gpu.GPU), device=torch_gpu.GPU)
+        torch.testing.assert_close(attended(*there, mask=mask).cpu(), expected, rtol=1e-4, atol=1e-5)
+        *_, out = paged_pass(torch_gpu.on_gpu)
+        torch.testing.assert_close(out.cpu(), paged, rtol=1e-4, atol=1e-5)
+        assert len(gpu.launches) == 2
 
 
 def paged_pass(place: Any) -> Any:
