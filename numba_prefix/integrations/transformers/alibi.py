@@ -81,12 +81,21 @@ def mpt_forward(original: Callable[..., Any]) -> Callable[..., Any]:
     return forward
 
 
-@cache
+@torch.compiler.assume_constant_result
 def _slopes(heads: int) -> Tensor:
+    return _kept_slopes(heads)
+
+
+@cache
+def _kept_slopes(heads: int) -> Tensor:
     return torch.from_numpy(alibi_slopes(heads))
 
 
 def _slopes_of_bias(bias: Tensor) -> Tensor:
     """Slopes, float32 [head_num], of MPT's bias [head_num, 1, max_seq_len], whose last columns are
     -2·slope, -slope, 0."""
-    return -bias[:, 0, -2].float() if bias.shape[2] > 1 else torch.zeros(len(bias))
+    return (
+        -bias[:, 0, -2].float()
+        if bias.shape[2] > 1
+        else torch.zeros(len(bias), dtype=torch.float32, device=bias.device)
+    )

@@ -3,15 +3,21 @@
 from __future__ import annotations
 
 import functools
+import inspect
+import sys
 import threading
 from collections.abc import Callable
 from typing import Any
+
+from numba_prefix.integrations.transformers.refusals import refuse
 
 NAME = "numba_prefix"
 
 _lock = threading.Lock()
 # (class, method, the original; None where it was inherited)
 _replaced: list[tuple[type, str, Any]] = []
+# Models whose attention does not use transformers' interface, but is wrapped here.
+_WRAPPED_MODELS = ("transformers.models.bloom.modeling_bloom", "transformers.models.mpt.modeling_mpt")
 
 
 def register() -> None:
@@ -20,11 +26,11 @@ def register() -> None:
 
     Adds an attention and a mask function to transformers' tables, and wraps methods that no table
     covers: PagedAttentionCache.update and ContinuousBatchingManager.switch_to_cb_friendly_attn
-    (continuous batching), BloomAttention.forward, MptAttention.forward, and set_attn_implementation
-    of these two models. For any other attn_implementation the wrapped methods do what they did.
-    Raises ImportError without transformers 5.
+    (continuous batching), BloomAttention.forward, MptAttention.forward, and the two methods of all
+    models by which they take an attn_implementation. For any other attn_implementation the wrapped
+    methods do what they did. Raises ImportError without transformers 5.
     """
-    from transformers import AttentionInterface, AttentionMaskInterface
+    from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
     from transformers.generation.continuous_batching.cache import PagedAttentionCache
     from transformers.generation.continuous_batching.continuous_api import ContinuousBatchingManager
     from transformers.models.bloom.modeling_bloom import BloomAttention, BloomPreTrainedModel
@@ -43,6 +49,8 @@ def register() -> None:
         _wrap(ContinuousBatchingManager, "switch_to_cb_friendly_attn", _switch)
         _wrap(BloomAttention, "forward", bloom_forward)
         _wrap(MptAttention, "forward", mpt_forward)
+        _wrap(PreTrainedModel, "_check_and_adjust_attn_implementation", _check)
+        _wrap(PreTrainedModel, "set_attn_implementation", _check)
         for model in (BloomPreTrainedModel, MptPreTrainedModel):
             _wrap(model, "set_attn_implementation", _set)
 
@@ -90,6 +98,34 @@ def _switch(original: Callable[..., Any]) -> Callable[..., Any]:
         return None
 
     return switch_to_cb_friendly_attn
+
+
+def _check(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Refuse models that compute their attention by themselves, before they look the name up in
+    tables of their own or keep what they had."""
+
+    @functools.wraps(original)
+    def check(self: Any, attn_implementation: Any, *arguments: Any, **options: Any) -> Any:
+        cls: Any = type(self)
+        if attn_implementation == NAME and _has_own_attention(cls):
+            raise refuse(f"{type(self).__name__}, a model that computes its attention by itself")
+        return original(self, attn_implementation, *arguments, **options)
+
+    return check
+
+
+@functools.cache
+def _has_own_attention(cls: Any) -> bool:
+    """True for a language model that does not use transformers' interface, and for any model that
+    chooses its attention from a table of its own. Others (towers for images, …) may be parts of a
+    model that works."""
+    if cls.__module__ in _WRAPPED_MODELS or cls._can_set_attn_implementation():
+        return False
+    try:
+        source = inspect.getsource(sys.modules[cls.__module__])
+    except (KeyError, OSError, TypeError):  # unknown, as for transformers
+        return False
+    return cls.can_generate() or "create_causal_mask(" in source or "_ATTENTION_CLASSES[" in source
 
 
 def _set(original: Callable[..., Any]) -> Callable[..., Any]:
