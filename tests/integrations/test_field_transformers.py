@@ -272,6 +272,17 @@ def test_n11_a_mask_made_for_another_pass() -> None:
             attended(q, k, v, mask=other)
 
 
+def test_a_padded_cache_with_too_many_slots() -> None:
+    """Slots are counted over all heads; their numbers must not wrap around."""
+    from numba_prefix.integrations.transformers.contiguous import _tables
+    from numba_prefix.integrations.transformers.spans import Spans
+
+    key = torch.empty((1100, 32, 65536, 16), device="meta")
+    with pytest.raises(ValueError, match=f"{REFUSED}a padded cache of {1099 * 32 * 65536 + 65536} slots"):
+        _tables(key, Spans([0] * 1100, [1] * 1100, [5] * 1100, [9] * 1100, 1))
+    assert _tables(key[:1000], Spans([0] * 1000, [1] * 1000, [5] * 1000, [9] * 1000, 1)).shape == (1000, 65536)
+
+
 # --- N01: dtypes as autocast mixes them; other dtypes
 
 
@@ -694,24 +705,26 @@ def test_a_network_through_a_gpu(monkeypatch: pytest.MonkeyPatch, kind: str) -> 
     torch.testing.assert_close(torch.cat(parts, 1)[tokens], expected, rtol=1e-4, atol=1e-4)
 
 
+@torch.no_grad()
 def test_the_real_kernels_in_the_interpreter(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A left-padded batch, and continuous batching."""
+    """A network with a left-padded batch, and a layer of continuous batching."""
     pytest.importorskip("numba_cuda", reason="numba-cuda is not installed")
+    import cuda_target
     from ptx.device import interpreted
 
-    from numba_prefix.integrations.transformers.mask import lengths_mask
+    from numba_prefix.cuda.compile import cubins
 
-    tensors = qkv(tokens=9, batch=2)
-    padding = padded([[2] * 3, [2] * 9])["attention_mask"]
-    expected = attended(*tensors, mask=lengths_mask(2, 9, 9, attention_mask=padding))
+    monkeypatch.setattr(cubins, "kernel", cuda_target.compiled)
+
+    model, inputs = chosen(model_of("llama")), padded(prompts(5, 11))
+    expected = model(**inputs).logits
     *_, paged = paged_pass(lambda t: t)
     with torch_gpu.fake_torch_gpu(monkeypatch, execute=interpreted) as gpu:
-        there = [torch_gpu.on_gpu(t.clone()) for t in tensors]
-        mask = lengths_mask(2, 9, 9, attention_mask=padding.to(torch_gpu.GPU), device=torch_gpu.GPU)
-        torch.testing.assert_close(attended(*there, mask=mask).cpu(), expected, rtol=1e-4, atol=1e-5)
         *_, out = paged_pass(torch_gpu.on_gpu)
         torch.testing.assert_close(out.cpu(), paged, rtol=1e-4, atol=1e-5)
-        assert len(gpu.launches) == 2
+        through_a_gpu(monkeypatch)
+        torch.testing.assert_close(model(**inputs).logits, expected, rtol=1e-4, atol=1e-4)
+        assert len(gpu.launches) == 1 + NUM_LAYERS
 
 
 def paged_pass(place: Any) -> Any:

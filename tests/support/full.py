@@ -145,6 +145,7 @@ GROUPS = (
             "semantics/test_semantics.py::test_scale_multiplies_the_product": ("cpu", "reference"),
             "semantics/test_semantics.py::test_scale_leaves_the_bias_alone": ("cpu", "reference"),
             "ptx/test_compiled.py::test_softmax_of_rows": ("cc1-*",),
+            "integrations/test_field_transformers.py::test_the_real_kernels_in_the_interpreter": (),
             "cuda/test_cuda_contract.py::test_parts": ("gpu",),
             "cuda/test_cuda_contract.py::test_lengths": ("float16-ptx", "*-gpu"),
             "cuda/test_cuda_contract.py::test_bits": ("float16-ptx", "*-gpu"),

@@ -9,6 +9,8 @@ from numba_prefix.integrations.transformers.refusals import refuse
 from numba_prefix.integrations.transformers.runs import Batch
 from numba_prefix.integrations.transformers.spans import Spans, spans_of, unpadded_spans
 
+MAX_BLOCKS = 2**31 - 1  # block ids are int32
+
 
 def attend_contiguous(
     query: Tensor, key: Tensor, value: Tensor, lengths: Tensor | None, qk_scale: float, slopes: Tensor | None = None
@@ -92,8 +94,12 @@ def _as_blocks(t: Tensor, spans: Spans) -> Tensor:
 
 def _tables(key: Tensor, spans: Spans) -> Tensor:
     """Block tables, on the device of the keys."""
+    apart = (_slots_apart(key) or 0) if _is_padded(spans) else 1
+    num_blocks = (len(key) - 1) * apart + key.shape[2]
+    if num_blocks > MAX_BLOCKS:
+        raise refuse(f"a padded cache of {num_blocks} slots (more than {MAX_BLOCKS})")
     sequences = torch.arange(len(key), dtype=torch.int32, device=key.device)
     if not _is_padded(spans):
         return sequences[:, None]
-    begin = torch.tensor(spans.first_key, dtype=torch.int32, device=key.device) + sequences * (_slots_apart(key) or 0)
+    begin = torch.tensor(spans.first_key, dtype=torch.int32, device=key.device) + sequences * apart
     return begin[:, None] + torch.arange(key.shape[2], dtype=torch.int32, device=key.device)
