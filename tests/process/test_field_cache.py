@@ -197,7 +197,13 @@ def run_in(where: Path, *arguments: str, **changes: str) -> str:
     """The output of Python with the package of `where`."""
     env = environment(**changes) | {"PYTHONPATH": os.pathsep.join([str(where), *PYTHONPATH[1:]])}
     done = subprocess.run(
-        [sys.executable, *arguments], env=env, capture_output=True, text=True, timeout=300, check=False
+        [sys.executable, *arguments],
+        env=env,
+        cwd=where.parent,
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
     )
     assert done.returncode == 0 and "Traceback" not in done.stderr, done.stderr
     return done.stdout
