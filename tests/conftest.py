@@ -151,3 +151,12 @@ def _fake_gpu(monkeypatch: pytest.MonkeyPatch, **options: Any) -> Iterator[Any]:
 
     yield fake_gpu.install(monkeypatch, **options)
     target._pending.calls.clear()
+
+
+@pytest.fixture(scope="module")
+def registered() -> Iterator[None]:
+    """transformers knows this package's attention."""
+    integration = pytest.importorskip("numba_prefix.integrations.transformers")
+    integration.register()
+    yield
+    integration.unregister()

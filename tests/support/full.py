@@ -103,22 +103,22 @@ GROUPS = (
             "integrations/test_transformers.py::test_continuous_batching": ("llama",),
             "integrations/test_transformers.py::test_shared_prefix_is_computed_once": (),
             "integrations/test_transformers.py::test_in_a_compiled_model": (),
-            "integrations/test_field_transformers.py::test_n04_chunks_of_padding": ("dynamic-8", "static-8"),
-            "integrations/test_field_transformers.py::test_n06_short_of_memory": (),
-            "integrations/test_field_transformers.py::test_n06_padded_for_a_compiled_model": (),
+            "integrations/test_field_generation.py::test_n04_chunks_of_padding": ("dynamic-8", "static-8"),
+            "integrations/test_field_generation.py::test_n06_short_of_memory": (),
+            "integrations/test_field_generation.py::test_n06_padded_for_a_compiled_model": (),
         },
     ),
     Group(
         "networks that torch compiles, which takes seconds for each",
         "two networks, whole and padded, and packed sequences",
         {
-            "integrations/test_field_transformers.py::test_n02_a_compiled_model_is_one_graph": (
+            "integrations/test_field_compile.py::test_n02_a_compiled_model_is_one_graph": (
                 "alone-llama",
                 "left-bloom",
             ),
-            "integrations/test_field_transformers.py::test_n02_packed_sequences_stay_refused": ("eager", "one_graph"),
-            "integrations/test_field_transformers.py::test_n02_generation_with_a_compiled_forward": (),
-            "integrations/test_field_transformers.py::test_n02_what_is_not_computed_is_refused_in_a_compiled_model": (),
+            "integrations/test_field_compile.py::test_n02_packed_sequences_stay_refused": ("eager", "one_graph"),
+            "integrations/test_field_compile.py::test_n02_generation_with_a_compiled_forward": (),
+            "integrations/test_field_compile.py::test_n02_what_is_not_computed_is_refused_in_a_compiled_model": (),
         },
     ),
     Group(
@@ -145,7 +145,7 @@ GROUPS = (
             "semantics/test_semantics.py::test_scale_multiplies_the_product": ("cpu", "reference"),
             "semantics/test_semantics.py::test_scale_leaves_the_bias_alone": ("cpu", "reference"),
             "ptx/test_compiled.py::test_softmax_of_rows": ("cc1-*",),
-            "integrations/test_field_transformers.py::test_the_real_kernels_in_the_interpreter": (),
+            "integrations/test_field_gpu.py::test_the_real_kernels_in_the_interpreter": (),
             "cuda/test_cuda_contract.py::test_parts": ("gpu",),
             "cuda/test_cuda_contract.py::test_lengths": ("float16-ptx", "*-gpu"),
             "cuda/test_cuda_contract.py::test_bits": ("float16-ptx", "*-gpu"),

@@ -16,6 +16,8 @@ LLAMA = {
     "num_key_value_heads": 2, "head_dim": 16, "max_position_embeddings": 512, "initializer_range": 0.3,
 }  # fmt: skip
 NEW_TOKENS = 6
+BFLOAT16 = {"rtol": 0.05, "atol": 0.15}
+REFUSED = "attn_implementation: got 'numba_prefix' with .*"
 
 
 def model_of(kind: str, **changes: Any) -> Any:
@@ -68,3 +70,28 @@ def batch_generated(model: Any, implementation: str, inputs: list[list[int]], **
     assert model.config._attn_implementation.removeprefix("paged|") == implementation
     assert all(output.error is None for output in outputs.values())
     return [output.generated_tokens for output in outputs.values()]
+
+
+def chosen(model: Any) -> Any:
+    model.set_attn_implementation("numba_prefix")
+    return model
+
+
+def built(name: str, **options: Any) -> Any:
+    """A network of any kind, of the tests' sizes."""
+    torch.manual_seed(0)
+    config = getattr(transformers, f"{name}Config")(**COMMON, **options)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        return getattr(transformers, f"{name}ForCausalLM")(config).eval()
+
+
+def qkv(heads: int = 4, kv_heads: int = 2, tokens: int = 5, head_size: int = 16, batch: int = 1) -> tuple[Any, ...]:
+    torch.manual_seed(1)
+    return tuple(torch.randn(batch, n, tokens, head_size) for n in (heads, kv_heads, kv_heads))
+
+
+def attended(*tensors: Any, mask: Any = None, module: Any = None, **options: Any) -> Any:
+    from numba_prefix.integrations.transformers.attention import attention
+
+    return attention(module or torch.nn.Module(), *tensors, mask, **options)[0]
