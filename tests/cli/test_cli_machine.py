@@ -78,7 +78,8 @@ def test_warmup_leaves_nothing_to_compile() -> None:
     with kernel_times() as times:
         run(make_case([3, 5], [20, 37], head_size=80), "cpu", return_lse=True)
     assert {time.source for time in times} == {"memory"}
-    assert len(times) == len(kernels())
+    ready = {kernel.__name__ for kernel in kernels() if kernel.overloads}  # other paths' may not be needed
+    assert ready and {time.name for time in times} == ready
     again = nbp.warmup("auto", dtypes=["float16"], head_sizes=[16], mask_types=[nbp.MaskType.NONE])
     assert {kernel["source"] for kernel in again["kernels"]} == {"memory"}
 
