@@ -106,7 +106,11 @@ class FakeDriver:
 
     def finish_all(self) -> None:
         while self._queue:
-            self._queue.pop(0)()
+            try:
+                work = self._queue.pop(0)
+            except IndexError:  # garbage was collected in between, and its finalizer did the rest
+                return
+            work()
 
     @property
     def contexts(self) -> list[int]:
